@@ -1,0 +1,82 @@
+"""What an average is made of: the weight of every sample, and a summary of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from tailavg.rules import ExactWindow, Exponential, Rule, read
+from tailavg.windows import Reals
+
+__all__ = ["Profile", "dense_weights", "profile"]
+
+_CHUNK = 65536
+
+
+@dataclass(frozen=True)
+class Profile:
+    """How an average weighs its samples at one step. Ages count from 0, the newest sample."""
+
+    count: int
+    """The number of samples so far, t."""
+    size: float
+    """The size of the window, k_t: what was asked for."""
+    effective_size: float
+    """1 / Σα², the number of equally weighted samples with the same variance: what was got."""
+    mean_age: float
+    """The mean age of the samples, by weight."""
+    oldest_age: int
+    """The age of the oldest sample that has a weight."""
+    accumulators: int
+    """How many means (or, for an exact window, samples) are held."""
+
+
+def dense_weights(rule: Rule, starts: Sequence[int], t: int) -> Reals:
+    """The weight of each of t samples, oldest first; `starts` are those of the blocks."""
+    weights = np.zeros(t)
+    end = t
+    for size, run in _newest_first(rule, starts, t):
+        weights[end - size : end] = run[::-1] if isinstance(run, np.ndarray) else run
+        end -= size
+    return weights
+
+
+def profile(rule: Rule, starts: Sequence[int], t: int) -> Profile:
+    """The summary of `dense_weights`, in constant memory."""
+    squares = ages = 0.0
+    age = 0
+    for size, run in _newest_first(rule, starts, t):
+        if isinstance(run, np.ndarray):
+            squares += float(run @ run)
+            ages += float(run @ np.arange(age, age + size))
+        else:
+            squares += size * run**2
+            ages += size * run * (age + (size - 1) / 2)
+        age += size
+    held = rule.samples(t) if isinstance(rule, ExactWindow) else rule.accumulators
+    return Profile(t, float(rule.size(t)), 1.0 / squares, ages, age - 1, held)
+
+
+def _newest_first(rule: Rule, starts: Sequence[int], t: int) -> Iterator[tuple[int, float | Reals]]:
+    """Runs of samples, from the newest to the oldest that has a weight: size, and weight of each."""
+    if isinstance(rule, Exponential):
+        kept = 1.0  # the weight of everything up to step t
+        while t > 0 and kept > 0.0:
+            decays = rule.decay(np.arange(t, max(0, t - _CHUNK), -1))
+            left = kept * np.cumprod(decays)
+            run = (1.0 - decays) * np.concatenate([[kept], left[:-1]])
+            run = run[: np.flatnonzero(run)[-1] + 1]
+            yield len(run), run
+            kept = float(left[-1])
+            t -= len(decays)
+    elif isinstance(rule, ExactWindow):
+        samples = rule.samples(t)
+        yield samples, 1.0 / samples
+    else:
+        sizes = [end - start for start, end in pairwise([*starts, t])]
+        for size, weight in reversed(list(zip(sizes, read(sizes, rule.size(t)), strict=True))):
+            if weight > 0.0:
+                yield size, weight / size

@@ -1,0 +1,71 @@
+"""The schedule of blocks: which there are at step t, when they turn, which are still needed.
+
+Integers only, for any rule that keeps blocks; a block is known by its start, the number of
+samples that came before it. Storages ask here and move their arrays accordingly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from tailavg.rules import BlockRule
+from tailavg.windows import NEVER
+
+__all__ = ["advance", "oldest_needed", "period", "turn"]
+
+
+def turn(rule: BlockRule, starts: Sequence[int], t: int) -> list[int]:
+    """The blocks after the open one was closed at step t: the oldest makes room.
+
+    >>> from tailavg import AnytimeWindow
+    >>> turn(AnytimeWindow(100), [0, 50, 100], 150)
+    [50, 100, 150]
+    """
+    return [*starts, t][-rule.accumulators :]
+
+
+def period(rule: BlockRule, starts: Sequence[int]) -> tuple[int, int]:
+    """The size that all blocks have from here on, and the step until which; (0, 0) if none.
+
+    Where turns depend on the blocks' sizes alone, blocks that are all alike stay alike.
+
+    >>> from tailavg import AnytimeWindow
+    >>> period(AnytimeWindow(100), [50, 100, 150])[0], period(AnytimeWindow(0.5), [1, 2, 3])[0]
+    (50, 0)
+    """
+    if len(starts) == rule.accumulators and (until := rule.uniform_until(starts[-1])):
+        sizes = {end - start for start, end in pairwise([*starts, rule.closes(starts)])}
+        if len(sizes) == 1:
+            return sizes.pop(), until
+    return 0, 0
+
+
+def advance(rule: BlockRule, starts: Sequence[int], t: int) -> list[int]:
+    """The blocks at step t, from those at an earlier step.
+
+    >>> from tailavg import AnytimeWindow
+    >>> advance(AnytimeWindow(100), [0], 10**9)
+    [999999850, 999999900, 999999950]
+    """
+    starts = list(starts)
+    while (end := rule.closes(starts)) < t:
+        size, until = period(rule, starts)
+        if size and (turns := (min(t - 1, until) - starts[-1]) // size):
+            starts = [start + turns * size for start in starts]
+        else:
+            starts = turn(rule, starts, end)
+    return starts
+
+
+def oldest_needed(rule: BlockRule, starts: Sequence[int], t: int) -> tuple[int, int]:
+    """The oldest block that has a weight at step t, and the first step at which it has none.
+
+    >>> from tailavg import AnytimeWindow
+    >>> oldest_needed(AnytimeWindow(100), [50, 100, 150], 170)
+    (0, 200)
+    """
+    for block, end in enumerate(starts[1:]):
+        if t < (enough := rule.window.filled_at(end)):
+            return block, enough
+    return len(starts) - 1, NEVER

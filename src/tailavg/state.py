@@ -1,0 +1,158 @@
+"""The one layout in which every storage saves an average, and its way to a file and back.
+
+A state is a dict of plain data:
+
+| key | meaning |
+| --- | --- |
+| `format` | `"tailavg"` |
+| `version` | 1 |
+| `rule` | the rule and its window, as dicts of their fields with their `type` |
+| `nan_policy` | `"propagate"`, `"raise"` or `"omit"` |
+| `dtype` | the dtype of the accumulators, or None while neither asked for nor known |
+| `scalar` | whether samples are numbers rather than arrays |
+| `count` | the number of samples so far, t |
+| `starts` | for each block, oldest first, how many samples came before it |
+| `blocks` | the blocks' means, stacked (a list when samples are numbers); the last one is open, and its mean is over the samples up to `folded` |
+| `folded` | the step up to which the open block's samples are in its mean |
+| `partial` | the sum of the samples since: the plain sum, or for an `Exponential` the sum of (1 - decay(i)) / (decay(folded + 1) ⋯ decay(i)) times sample i |
+
+An `Exponential` has one block and its mean is the average at step `folded`; an `ExactWindow` has
+blocks of one sample.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import secrets
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tailavg.rules import AnytimeWindow, ExactWindow, Exponential, RawTail, Rule
+from tailavg.windows import Fixed, Growing
+
+__all__ = ["FORMAT", "VERSION", "check", "plain", "read_file", "rule_from", "write_file"]
+
+FORMAT = "tailavg"
+VERSION = 1
+
+_KEYS = {
+    "format": str,
+    "version": int,
+    "rule": Mapping,
+    "nan_policy": str,
+    "dtype": (str, type(None)),
+    "scalar": bool,
+    "count": int,
+    "starts": (list, tuple),
+    "blocks": (list, tuple, np.ndarray),
+    "folded": int,
+    "partial": (int, float, complex, np.ndarray),
+}
+_TYPES: dict[str, Any] = {
+    kind.__name__: kind
+    for kind in (Fixed, Growing, AnytimeWindow, Exponential, ExactWindow, RawTail)
+}
+
+
+def plain(description: Any) -> Any:
+    """A rule or window as a dict of plain data; anything else as it is.
+
+    >>> plain(Growing(0.25))
+    {'type': 'Growing', 'c': 0.25, 'at_most': None}
+    """
+    if not dataclasses.is_dataclass(description):
+        return description
+    fields = {
+        field.name: plain(getattr(description, field.name))
+        for field in dataclasses.fields(description)
+    }
+    return {"type": type(description).__name__, **fields}
+
+
+def rule_from(data: Any) -> Rule:
+    """The rule that `plain` described.
+
+    >>> rule_from(plain(Exponential(0.25))) == Exponential(0.25)
+    True
+    """
+    rule = _described(data)
+    if not isinstance(rule, Rule):
+        raise ValueError(f"state: expected a rule, got {data!r}")
+    return rule
+
+
+def _described(data: Any) -> Any:
+    if not isinstance(data, Mapping):
+        return data
+    fields = {name: _described(value) for name, value in data.items() if name != "type"}
+    kind = _TYPES.get(data.get("type", ""))
+    if kind is None:
+        known = ", ".join(_TYPES)
+        raise ValueError(f"state: expected a type among {known}, got {data.get('type')!r}")
+    try:
+        return kind(**fields)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"state: cannot make a {kind.__name__} of {fields}: {error}") from error
+
+
+def check(state: Any) -> None:
+    """Raise a ValueError unless `state` has the keys, types and version of this layout."""
+    if not isinstance(state, Mapping):
+        raise ValueError(f"state: expected a dict, got {type(state).__name__}")
+    if state.get("format") != FORMAT:
+        raise ValueError(f"state: expected format {FORMAT!r}, got {state.get('format')!r}")
+    if state.get("version") != VERSION:
+        raise ValueError(
+            f"state: expected version {VERSION}, got {state.get('version')!r}; "
+            "read it with the version of tailavg that wrote it"
+        )
+    if missing := [key for key in _KEYS if key not in state]:
+        raise ValueError(f"state: missing {', '.join(missing)}; was it truncated?")
+    if unexpected := [str(key) for key in state if key not in _KEYS]:
+        raise ValueError(f"state: unexpected {', '.join(unexpected)}")
+    for key, kinds in _KEYS.items():
+        value = state[key]
+        if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
+            raise ValueError(f"state: {key}: got {value!r} of type {type(value).__name__}")
+    if not all(isinstance(start, int) and not isinstance(start, bool) for start in state["starts"]):
+        raise ValueError(f"state: starts: expected a list of ints, got {state['starts']!r}")
+
+
+def write_file(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
+    """Write a state to one .npz file, whole or not at all."""
+    path = Path(path)
+    arrays = {key: np.asarray(state[key]) for key in ("starts", "blocks", "partial")}
+    header = {key: value for key, value in state.items() if key not in arrays}
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with temporary.open("xb") as file:
+            np.savez(file, allow_pickle=False, header=np.asarray(json.dumps(header)), **arrays)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The state in a file that `write_file` wrote. Nothing is unpickled."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            state: dict[str, Any] = json.loads(str(file["header"]))
+            state |= {key: file[key] for key in ("blocks", "partial")}
+            state["starts"] = file["starts"].tolist()
+    except FileNotFoundError:
+        raise
+    except (ValueError, KeyError, TypeError, OSError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path}: expected a file saved by tailavg, got: {error}") from error
+    if state.get("scalar"):
+        state["blocks"] = state["blocks"].tolist()
+        state["partial"] = state["partial"].item()
+    return state

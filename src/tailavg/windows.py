@@ -1,0 +1,171 @@
+"""Windows: how many samples an average is over, k_t, as the stream goes on.
+
+A window knows two things: its size at step t, and when a run of consecutive samples will fill
+it, or fill a block's share of it. Everything an average decides follows from these two.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import overload
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["NEVER", "TIE", "Fixed", "Growing", "Window", "as_window"]
+
+Reals = npt.NDArray[np.float64]
+Steps = npt.NDArray[np.int64]
+
+NEVER = 2**63 - 1
+"""A step that no stream reaches: when something that will not happen is due."""
+
+TIE = 1e-12
+"""A count reaches a real number that it misses by this much of it: 7 reaches 0.07 * 100."""
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """The last `k` samples.
+
+    >>> Fixed(100).size(5000)
+    100.0
+    """
+
+    k: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "k", whole(self.k, "k"))
+
+    @property
+    def limit(self) -> int:
+        """The size that is never exceeded."""
+        return self.k
+
+    @overload
+    def size(self, t: int) -> float: ...
+    @overload
+    def size(self, t: Steps) -> Reals: ...
+    def size(self, t: int | Steps) -> float | Reals:
+        """k_t."""
+        return np.full(t.shape, float(self.k)) if isinstance(t, np.ndarray) else float(self.k)
+
+    def filled_at(self, start: int, parts: int = 1) -> int:
+        """The first step at which the samples after step `start` make a `parts`-th of the window.
+
+        >>> Fixed(100).filled_at(5000, parts=3)
+        5034
+        """
+        return start + -(-self.k // parts)
+
+
+@dataclass(frozen=True)
+class Growing:
+    """The last fraction `c` of all samples so far, but no more than `at_most` of them.
+
+    >>> Growing(0.25).size(5000), Growing(0.25, at_most=1000).size(5000)
+    (1250.0, 1000.0)
+    """
+
+    c: float
+    at_most: int | None = None
+
+    def __post_init__(self) -> None:
+        c = self.c
+        if isinstance(c, bool | np.bool_) or not isinstance(c, Real):
+            raise TypeError(f"c: expected a fraction in (0, 1], got {c!r} of {type(c).__name__}")
+        if not 0 < c <= 1:
+            raise ValueError(f"c: expected a fraction in (0, 1], got {c!r}")
+        object.__setattr__(self, "c", float(c))
+        if self.at_most is not None:
+            object.__setattr__(self, "at_most", whole(self.at_most, "at_most"))
+
+    @property
+    def limit(self) -> int | None:
+        """The size that is never exceeded, if there is one."""
+        return self.at_most
+
+    @overload
+    def size(self, t: int) -> float: ...
+    @overload
+    def size(self, t: Steps) -> Reals: ...
+    def size(self, t: int | Steps) -> float | Reals:
+        """k_t = ct, at least 1 and at most the cap: a real number, without the paper's ceiling.
+
+        What misses a whole number by rounding is that number.
+
+        >>> 0.07 * 100, Growing(0.07).size(100)
+        (7.000000000000001, 7.0)
+        """
+        limit = math.inf if self.at_most is None else self.at_most
+        if isinstance(t, np.ndarray):
+            sizes: Reals = self.c * t
+            off = np.rint(sizes)
+            off -= sizes
+            sizes += off * (np.abs(off) <= TIE * sizes)
+            return np.clip(sizes, 1.0, limit, out=sizes)
+        k = self.c * t
+        over = (k + 0.5) % 1.0 - 0.5
+        if -TIE * k <= over <= TIE * k:
+            k -= over
+        return 1.0 if k < 1.0 else float(limit) if k > limit else k
+
+    def filled_at(self, start: int, parts: int = 1) -> int:
+        """The first step at which the samples after step `start` make a `parts`-th of the window.
+
+        A growing window is shared out in equal *ratios*, not sizes: when each block is the
+        share (1 - (1-c)^(1/parts)) of the stream as it is closed, `parts` of them cover c.
+
+        >>> Growing(0.25).filled_at(3000), Growing(0.25).filled_at(3000, parts=2)
+        (4000, 3465)
+        """
+        rest = (1.0 - self.c) ** (1.0 / parts)  # what the share leaves of the stream
+        if start == 0:
+            t = 1  # one sample is all of the stream, so at least any share of it
+        elif start >= NEVER * rest:
+            t = NEVER
+        else:
+            # t - start >= (1 - rest) t, that is t >= start / rest, but for rounding and ties
+            goal = (1.0 - rest) * (1.0 - TIE)
+            t = max(start + 1, math.floor(start / rest) - 1)
+            while t - start < goal * t:
+                t += 1
+            while t - 1 > start and t - 1 - start >= goal * (t - 1):
+                t -= 1
+        if self.at_most is not None:
+            t = min(t, Fixed(self.at_most).filled_at(start, parts))
+        return t
+
+
+Window = Fixed | Growing
+
+
+def as_window(window: int | float | Window) -> Window:
+    """A window, or the number that stands for one: 100 the last hundred, 0.25 the last quarter.
+
+    >>> as_window(1), as_window(1.0)
+    (Fixed(k=1), Growing(c=1.0, at_most=None))
+    """
+    if isinstance(window, Fixed | Growing):
+        return window
+    expected = "expected an int >= 1 (the last that many) or a float in (0, 1] (the last fraction)"
+    if isinstance(window, bool | np.bool_) or not isinstance(window, Real):
+        raise TypeError(f"window: {expected}, got {window!r} of type {type(window).__name__}")
+    if isinstance(window, Integral) and window >= 1:
+        return Fixed(int(window))
+    if not isinstance(window, Integral) and 0 < window <= 1:
+        return Growing(float(window))
+    raise ValueError(f"window: {expected}, got {window!r}")
+
+
+def whole(value: object, name: str, least: int = 1) -> int:
+    """`value` as an int, if it is a whole number of at least `least`."""
+    if isinstance(value, bool | np.bool_) or not isinstance(value, Integral):
+        raise TypeError(
+            f"{name}: expected an int >= {least}, got {value!r} of type {type(value).__name__}"
+        )
+    if value < least:
+        raise ValueError(f"{name}: expected an int >= {least}, got {value!r}")
+    return int(value)
