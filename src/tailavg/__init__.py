@@ -1,9 +1,8 @@
-"""Tail averages of streams: the last k samples, or the last fraction of them, in constant memory."""
+"""Averages of the tail of a stream: its last k samples, or its last fraction."""
 
-from tailavg import storages as _storages  # noqa: F401
-from tailavg.average import TailAverage
 from tailavg.profile import Profile
 from tailavg.rules import AnytimeWindow, ExactWindow, Exponential, RawTail
+from tailavg.storages import TailAverage
 from tailavg.windows import Fixed, Growing
 
 __all__ = [

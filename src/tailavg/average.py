@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
@@ -22,7 +22,7 @@ NanPolicy = Literal["propagate", "raise", "omit"]
 Array = npt.NDArray[Any]
 
 
-class TailAverage(ABC):
+class TailAverage:
     """The average of the last samples of a stream of numbers, or of arrays of one shape.
 
     `rule` says how many samples and how: a number (an int for the last that many, a float in
@@ -87,43 +87,20 @@ class TailAverage(ABC):
         self._count = 0
         self._reset()
 
-    # What a storage must do. Samples reach it checked and converted.
+    # What a storage does. Samples reach it checked and converted.
 
-    @abstractmethod
-    def _reset(self) -> None:
-        """Hold nothing."""
-
-    @abstractmethod
-    def _start(self) -> None:
-        """Make room: the shape and dtype of samples are known."""
-
-    @abstractmethod
-    def _add(self, x: Any) -> None:
-        """Take one sample."""
-
-    @abstractmethod
-    def _add_rows(self, rows: Array) -> None:
-        """Take many samples, the rows of a matrix."""
-
-    @abstractmethod
-    def _scan_rows(self, rows: Array, out: Array) -> None:
-        """Take many samples, and write the average after each."""
-
-    @abstractmethod
-    def _starts_now(self) -> list[int]:
-        """The starts of the blocks, oldest first."""
-
-    @abstractmethod
-    def _save(self) -> tuple[list[Any], int, Any]:
-        """The blocks, the step up to which the open one is folded, and the partial sum."""
-
-    @abstractmethod
-    def _restore(self, starts: list[int], blocks: list[Any], folded: int, partial: Any) -> None:
-        """The opposite of `_save`; ValueError if these cannot be of this rule at this count."""
+    _reset: Callable[[], None]  # hold nothing
+    _start: Callable[[], None]  # make room: the shape and dtype of samples are known
+    _add: Callable[[Any], None]  # take one sample
+    _add_rows: Callable[[Array], None]  # take many, the rows of a matrix
+    _scan_rows: Callable[[Array, Array], None]  # and write the average after each
+    _read: Callable[[], Any]  # the average
+    _starts_now: Callable[[], list[int]]  # the starts of the blocks, oldest first
+    _save: Callable[[], tuple[list[Any], int, Any]]  # blocks, step of the last fold, partial sum
+    _restore: Callable[[list[int], list[Any], int, Any], None]  # starts, and what was saved
 
     # What a user calls.
 
-    @abstractmethod
     def update(self, x: Any) -> None:
         """Take one sample: a number, or an array of the shape of the samples before.
 
@@ -133,8 +110,10 @@ class TailAverage(ABC):
         >>> average.value()
         array([ 2., 20.])
         """
+        sample = self._take(x)
+        if sample is not None:
+            self._add(sample)
 
-    @abstractmethod
     def value(self) -> Any:
         """The average now: a float, or a new array.
 
@@ -142,6 +121,9 @@ class TailAverage(ABC):
         Traceback (most recent call last):
         ValueError: value: expected at least one sample before the first read, got none
         """
+        self._require_a_sample("value")
+        value = self._read()
+        return value if self._plain or not self._scalar else value.item()
 
     def update_many(self, xs: Any) -> None:
         """Take many samples, along the first axis: as `update` with each, but much faster.
@@ -165,14 +147,14 @@ class TailAverage(ABC):
         rows, kept = self._take_rows(xs)
         if not len(rows):
             return np.array(np.broadcast_to(before, np.shape(xs)))
-        out = np.empty((len(rows), rows.shape[1]), self._dtype)
+        out: Array = np.empty((len(rows), rows.shape[1]), self._dtype)
         self._scan_rows(rows, out)
         out = out.reshape(-1, *self._shape)
         if kept is None:
             return out
         # a sample that is left out leaves the average as it was
         latest = np.cumsum(kept) - 1
-        every = out[latest]
+        every: Array = out[latest]
         every[latest < 0] = before
         return every
 
@@ -223,7 +205,7 @@ class TailAverage(ABC):
         >>> average = TailAverage(100)
         >>> average.update_many(range(1030))
         >>> average.profile()  # doctest: +NORMALIZE_WHITESPACE
-        Profile(count=1030, size=100.0, effective_size=100.0, mean_age=50.1...,
+        Profile(count=1030, size=100.0, effective_size=100.0..., mean_age=47...,
                 oldest_age=129, accumulators=3)
         """
         self._require_a_sample("profile")
@@ -239,6 +221,7 @@ class TailAverage(ABC):
         >>> resumed.value()
         4.0
         """
+        blocks: Any
         blocks, folded, partial = self._save()
         if not self._scalar:
             blocks = np.array(blocks, self._dtype).reshape(-1, *self._shape)
@@ -278,8 +261,7 @@ class TailAverage(ABC):
         if count:
             if average._dtype is None:
                 raise ValueError(f"state: dtype: expected that of {count} samples, got None")
-            steps = [*starts, count]
-            if starts[0] < 0 or any(b <= a for a, b in zip(steps, steps[1:], strict=False)):
+            if starts[0] < 0 or any(b <= a for a, b in pairwise([*starts, count])):
                 raise ValueError(
                     f"state: sizes do not add up: expected starts that rise from 0 or more to "
                     f"below the count {count}, got {starts}"
@@ -289,8 +271,11 @@ class TailAverage(ABC):
                     f"state: sizes do not add up: expected folded in [{starts[-1]}, {count}], "
                     f"got {folded}"
                 )
-            blocks = _numbers(state["blocks"], "state: blocks")
-            partial = _numbers(state["partial"], "state: partial")
+            try:
+                blocks = _numbers(state["blocks"], "state: blocks")
+                partial = _numbers(state["partial"], "state: partial")
+            except TypeError as error:
+                raise ValueError(*error.args) from error
             shape = blocks.shape[1:]
             if partial.shape != shape or (state["scalar"] and shape):
                 raise ValueError(
@@ -364,10 +349,6 @@ class TailAverage(ABC):
                 f"{call}: expected at least one sample before the first read, got none"
             )
 
-    def _result(self, value: Any) -> Any:
-        """An average as its reader gets it: a number if samples are numbers."""
-        return value.item() if self._scalar else value
-
     def _take(self, x: Any) -> Any:
         """A sample, checked, as a storage holds it; None if it is to be left out."""
         sample = _numbers(x, "sample")
@@ -388,8 +369,8 @@ class TailAverage(ABC):
         if len(rows) == 0:
             raise ValueError("samples: expected at least one, got an empty chunk")
         self._check_kind(rows.shape[1:], rows.dtype)
-        kept = None
-        matrix = rows.reshape(len(rows), math.prod(rows.shape[1:]))
+        kept: npt.NDArray[np.bool_] | None = None
+        matrix: Array = rows.reshape(len(rows), math.prod(rows.shape[1:]))
         if self._nan_policy != "propagate":
             bad = np.isnan(matrix).any(axis=1)
             if bad.any() and self._nan_policy == "raise":
@@ -398,7 +379,7 @@ class TailAverage(ABC):
                     f"with NaN, the first at index {int(bad.argmax())}"
                 )
             if bad.any():
-                kept = ~bad
+                kept = np.logical_not(bad)
                 matrix = matrix[kept]
         if not self._count and len(matrix):
             self._begin(rows.shape[1:], rows.dtype, rows.ndim == 1)
@@ -425,7 +406,7 @@ def _numbers(x: Any, what: str) -> Array:
     """`x` as an array of real or complex numbers."""
     if isinstance(x, np.ma.MaskedArray):
         raise TypeError(
-            f"{what}: expected numbers, got a masked array; fill it with NaN and choose a nan_policy"
+            f"{what}: expected numbers, got a masked array; fill it with NaN and see nan_policy"
         )
     try:
         array = np.asarray(x)
@@ -435,7 +416,7 @@ def _numbers(x: Any, what: str) -> Array:
         ) from error
     if array.dtype.kind not in "biufc":
         raise TypeError(
-            f"{what}: expected real or complex numbers, got {type(x).__name__} of dtype {array.dtype}"
+            f"{what}: expected real or complex numbers, got {type(x).__name__} of {array.dtype}"
         )
     return array
 

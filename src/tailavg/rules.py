@@ -1,11 +1,11 @@
 """Rules: the averages of the paper, as decisions about weights. No sample is ever seen here.
 
-Every weight in the project comes from one equation, `join`. An average is then a description:
+Every weight in the project comes from one equation, `root`, and from `join`, which makes it total:
 
-- `AnytimeWindow` (the paper's *awa*): blocks of consecutive samples, and `read` joins their means;
+- `AnytimeWindow` (the paper's *awa*): blocks of consecutive samples, whose means `read` joins;
 - `Exponential` (*exp*): one mean, to which each sample is joined with a decay that follows t;
 - `ExactWindow` (*true*): the last samples themselves;
-- `RawTail` (*raw*): one block, started at a step that is fixed in advance.
+- `RawTail` (*raw*): one block, begun at a step that is fixed in advance.
 """
 
 from __future__ import annotations
@@ -13,30 +13,36 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import numpy as np
 
-from tailavg.windows import NEVER, Fixed, Reals, Steps, Window, as_window, whole
+from tailavg.windows import NEVER, Fixed, Window, as_window, whole
 
 __all__ = ["AnytimeWindow", "ExactWindow", "Exponential", "RawTail", "as_rule", "join", "read"]
 
 
+def root(old: Any, new: Any, k: Any) -> Any:
+    """The smaller root g of g²/old + (1-g)²/new = 1/k.
+
+    With this weight on a mean of `old` samples, beside a mean of `new` fresher ones, the variance
+    is that of k samples, and the old ones weigh as little as that allows.
+    """
+    total = old + new
+    return (old - (old * new * (total - k) / k) ** 0.5) / total
+
+
 def join(old: Any, new: Any, k: Any) -> Any:
-    """The weight g of a mean of `old` samples beside a mean of `new` fresher ones.
+    """The weight of a mean of `old` samples beside a mean of `new` fresher ones, for any counts.
 
-    It is the smaller root of g²/old + (1-g)²/new = 1/k: the joint mean has the variance of k
-    samples, with as little weight on the old ones as that allows. Where there are no k samples
-    yet, k is what there is (all weigh the same); where the new ones suffice, g is 0.
-
-    Numbers or arrays of them; plain arithmetic, so that any array library can go through it.
+    Where there are no k samples yet, k is what there is (all weigh the same); where the new ones
+    suffice, the old ones weigh nothing. Numbers or arrays: plain arithmetic, no branch.
 
     >>> join(100, 50, 100), join(30, 10, 100), join(100, 100, 100)
     (0.3333333333333333, 0.75, 0.0)
     """
-    total = old + new
-    excess = (total > k) * (total - k)
-    return (new < k) * (old - (old * new * excess / (total - excess)) ** 0.5) / total
+    short = k - (old + new)
+    return (new < k) * root(old, new, k - (short > 0) * short)
 
 
 def read(sizes: Sequence[Any], k: Any) -> list[Any]:
@@ -46,7 +52,7 @@ def read(sizes: Sequence[Any], k: Any) -> list[Any]:
     that completes k gets what the variance asks; anything older gets 0.
 
     >>> read([100, 40, 10], k=100)
-    [0.3333333333333333, 0.5333333333333333, 0.13333333333333333]
+    [0.3333333333333333, 0.5333333333333334, 0.13333333333333333]
     """
     weights: list[Any] = []
     newer = 0
@@ -57,15 +63,27 @@ def read(sizes: Sequence[Any], k: Any) -> list[Any]:
     return weights
 
 
-@dataclass(frozen=True)
-class AnytimeWindow:
+class _OfWindow:
+    """What rules share: a window, in the place of which a number will do."""
+
+    window: Window
+
+    def __init__(self, window: int | float | Window) -> None:
+        object.__setattr__(self, "window", as_window(window))
+
+    def size(self, t: Any) -> Any:
+        """k_t."""
+        return self.window.size(t)
+
+
+@dataclass(frozen=True, init=False)
+class AnytimeWindow(_OfWindow):
     """The paper's anytime window average, for any window and number of accumulators.
 
-    The open block is closed when it has its share of the window *and* the blocks after the
-    oldest, which makes room, hold the whole window. `turns="paper"` does not wait for the share
-    when the window grows: that is the paper's rule, and it spends accumulators on small blocks.
-
-    A block is known by its start, the number of samples before it; the last block is open.
+    A block is known by its start, the number of samples before it; the last one is open. It is
+    closed when it has its share of the window *and* the blocks after the oldest, which makes room,
+    hold the whole window. `turns="paper"` does not wait for the share when the window grows: that
+    is the paper's rule, and it spends accumulators on small blocks.
     """
 
     window: Window
@@ -78,32 +96,26 @@ class AnytimeWindow:
         accumulators: int = 3,
         turns: Literal["balanced", "paper"] = "balanced",
     ) -> None:
+        super().__init__(window)
         if turns not in ("balanced", "paper"):
             raise ValueError(f'turns: expected "balanced" or "paper", got {turns!r}')
-        object.__setattr__(self, "window", as_window(window))
         object.__setattr__(self, "accumulators", whole(accumulators, "accumulators", least=2))
         object.__setattr__(self, "turns", turns)
-
-    def size(self, t: Any) -> Any:
-        """k_t."""
-        return self.window.size(t)
 
     def closes(self, starts: Sequence[int]) -> int:
         """The step after which the open block takes no more samples."""
         z = self.accumulators - 1
         shared = self.turns == "balanced" or isinstance(self.window, Fixed)
         end = self.window.filled_at(starts[-1], parts=z) if shared else starts[-1] + 1
-        if len(starts) > z:
-            end = max(end, self.window.filled_at(starts[1]))
-        return end
+        return max(end, self.window.filled_at(starts[1])) if len(starts) > z else end
 
     def uniform_until(self, t: int) -> int:
         """The step until which, from step t on, a turn depends on the blocks' sizes alone."""
         return NEVER if self.window.size(t) == self.window.limit else 0
 
 
-@dataclass(frozen=True)
-class Exponential:
+@dataclass(frozen=True, init=False)
+class Exponential(_OfWindow):
     """An exponential average that has the variance of k_t samples at every step.
 
     Its effective size is n_t = min(n_{t-1} + 1, k_t): the plain mean at first, then k_t.
@@ -115,64 +127,40 @@ class Exponential:
     window: Window
     accumulators = 1
 
-    def __init__(self, window: int | float | Window) -> None:
-        object.__setattr__(self, "window", as_window(window))
-
-    def size(self, t: Any) -> Any:
-        """k_t."""
-        return self.window.size(t)
-
-    @overload
-    def decay(self, t: int) -> float: ...
-    @overload
-    def decay(self, t: Steps) -> Reals: ...
-    def decay(self, t: int | Steps) -> float | Reals:
+    def decay(self, t: Any) -> Any:
         """The weight of the average so far when sample t = 1, 2, … comes; a function of t alone.
 
-        Drives the averages of other libraries: `average = decay(t) * average + (1 - decay(t)) * x`.
+        Drives the averages of other libraries: average = decay(t) * average + (1 - decay(t)) * x.
 
         >>> [round(Exponential(0.5).decay(t), 3) for t in (1, 2, 10, 100, 1000)]
-        [0.0, 0.0, 0.639, 0.966, 0.997]
+        [0.0, 0.0, 0.696, 0.966, 0.997]
         """
-        if not isinstance(t, np.ndarray):
-            return float(join(min(t - 1, self.window.size(t - 1)), 1, self.window.size(t)))
-        decays: Reals = join(np.minimum(t - 1, self.window.size(t - 1)), 1, self.window.size(t))
-        return decays
+        least = np.minimum if isinstance(t, np.ndarray) else min
+        return join(least(t - 1, self.window.size(t - 1)), 1.0, self.window.size(t))
 
 
-@dataclass(frozen=True)
-class ExactWindow:
-    """The true average of the last ⌈k_t⌉ samples, which it stores.
-
-    >>> ExactWindow(0.07).samples(100), ExactWindow(0.07).samples(101)
-    (7, 8)
-    """
+@dataclass(frozen=True, init=False)
+class ExactWindow(_OfWindow):
+    """The true average of the last ⌈k_t⌉ samples, which it stores."""
 
     window: Window
 
-    def __init__(self, window: int | float | Window) -> None:
-        object.__setattr__(self, "window", as_window(window))
-
-    def size(self, t: Any) -> Any:
-        """k_t."""
-        return self.window.size(t)
-
     def samples(self, t: Any) -> Any:
-        """How many samples are averaged at step t: the ceiling of k_t, or all there are."""
+        """How many samples are averaged at step t: the ceiling of k_t, or all there are.
+
+        >>> ExactWindow(0.07).samples(100), ExactWindow(0.07).samples(101)
+        (7, 8)
+        """
         if isinstance(t, np.ndarray):
-            return np.minimum(t, np.ceil(self.window.size(t)).astype(np.int64))
+            return np.minimum(t, np.ceil(self.window.size(t))).astype(np.int64)
         return min(t, math.ceil(self.window.size(t)))
 
 
-@dataclass(frozen=True)
-class RawTail:
-    """The standard tail average: nothing until the last k_T of `total` samples, then their mean.
+@dataclass(frozen=True, init=False)
+class RawTail(_OfWindow):
+    """The standard tail average: the mean of the last k_T of `total` samples, begun when they come.
 
-    Before that its value is the latest sample. Past `total` it goes on averaging all since its
-    start.
-
-    >>> RawTail(0.25, total=1000).first
-    750
+    Before that its value is the latest sample; past `total` it is the mean of all since its start.
     """
 
     window: Window
@@ -180,21 +168,21 @@ class RawTail:
     accumulators = 1
 
     def __init__(self, window: int | float | Window, total: int) -> None:
-        object.__setattr__(self, "window", as_window(window))
+        super().__init__(window)
         object.__setattr__(self, "total", whole(total, "total"))
 
     @property
     def first(self) -> int:
         """How many samples come before the tail."""
-        return self.total - min(self.total, math.ceil(self.window.size(self.total)))
+        return max(0, self.total - math.ceil(self.window.size(self.total)))
 
     def size(self, t: Any) -> Any:
         """How many samples are averaged at step t."""
-        since = t - self.first
-        return np.maximum(1.0, since) if isinstance(t, np.ndarray) else max(1.0, float(since))
+        most = np.maximum if isinstance(t, np.ndarray) else max
+        return most(1.0, t - self.first)
 
     def closes(self, starts: Sequence[int]) -> int:
-        """Every sample is a block of its own until the tail, which is one block for good."""
+        """As in `AnytimeWindow`: every sample is a block until the tail, which is one for good."""
         return starts[-1] + 1 if starts[-1] < self.first else NEVER
 
     def uniform_until(self, t: int) -> int:
@@ -207,9 +195,5 @@ Rule = BlockRule | Exponential | ExactWindow
 
 
 def as_rule(rule: int | float | Window | Rule) -> Rule:
-    """A rule, or the window or number that stands for an `AnytimeWindow` over it.
-
-    >>> as_rule(100)
-    AnytimeWindow(window=Fixed(k=100), accumulators=3, turns='balanced')
-    """
+    """A rule, or the window or number that stands for an `AnytimeWindow` over it."""
     return rule if isinstance(rule, Rule) else AnytimeWindow(rule)

@@ -2,19 +2,18 @@
 
 A state is a dict of plain data:
 
-| key | meaning |
-| --- | --- |
-| `format` | `"tailavg"` |
-| `version` | 1 |
-| `rule` | the rule and its window, as dicts of their fields with their `type` |
-| `nan_policy` | `"propagate"`, `"raise"` or `"omit"` |
-| `dtype` | the dtype of the accumulators, or None while neither asked for nor known |
-| `scalar` | whether samples are numbers rather than arrays |
-| `count` | the number of samples so far, t |
-| `starts` | for each block, oldest first, how many samples came before it |
-| `blocks` | the blocks' means, stacked (a list when samples are numbers); the last one is open, and its mean is over the samples up to `folded` |
-| `folded` | the step up to which the open block's samples are in its mean |
-| `partial` | the sum of the samples since: the plain sum, or for an `Exponential` the sum of (1 - decay(i)) / (decay(folded + 1) ⋯ decay(i)) times sample i |
+- `format`, `version`: `"tailavg"`, 1
+- `rule`: the rule and its window, as dicts of their fields with their `type`
+- `nan_policy`: `"propagate"`, `"raise"` or `"omit"`
+- `dtype`: of the accumulators; None while neither asked for nor known
+- `scalar`: whether samples are numbers rather than arrays
+- `count`: the number of samples so far, t
+- `starts`: for each block, oldest first, how many samples came before it
+- `blocks`: their means, stacked along the first axis (a list when samples are numbers); the last
+  block is open, and its mean is over its samples up to step `folded`
+- `folded`: the step up to which the samples are in the blocks' means
+- `partial`: the sum of the samples since; for an `Exponential`, of sample i times
+  (1 - decay(i)) / (decay(folded + 1) ⋯ decay(i)), or 1 - decay(i) if that product is below 2⁻³²
 
 An `Exponential` has one block and its mean is the average at step `folded`; an `ExactWindow` has
 blocks of one sample.
@@ -41,7 +40,7 @@ __all__ = ["FORMAT", "VERSION", "check", "plain", "read_file", "rule_from", "wri
 FORMAT = "tailavg"
 VERSION = 1
 
-_KEYS = {
+_KEYS: dict[str, Any] = {
     "format": str,
     "version": int,
     "rule": Mapping,

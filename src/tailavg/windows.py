@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
 from numbers import Integral, Real
 from typing import overload
 
@@ -44,13 +46,9 @@ class Fixed:
         """The size that is never exceeded."""
         return self.k
 
-    @overload
-    def size(self, t: int) -> float: ...
-    @overload
-    def size(self, t: Steps) -> Reals: ...
-    def size(self, t: int | Steps) -> float | Reals:
-        """k_t."""
-        return np.full(t.shape, float(self.k)) if isinstance(t, np.ndarray) else float(self.k)
+    def size(self, t: int | Steps) -> float:
+        """k_t, the same for every step."""
+        return float(self.k)
 
     def filled_at(self, start: int, parts: int = 1) -> int:
         """The first step at which the samples after step `start` make a `parts`-th of the window.
@@ -99,18 +97,29 @@ class Growing:
         >>> 0.07 * 100, Growing(0.07).size(100)
         (7.000000000000001, 7.0)
         """
-        limit = math.inf if self.at_most is None else self.at_most
+        over, under = self._ratio
         if isinstance(t, np.ndarray):
-            sizes: Reals = self.c * t
-            off = np.rint(sizes)
-            off -= sizes
-            sizes += off * (np.abs(off) <= TIE * sizes)
-            return np.clip(sizes, 1.0, limit, out=sizes)
-        k = self.c * t
-        over = (k + 0.5) % 1.0 - 0.5
-        if -TIE * k <= over <= TIE * k:
-            k -= over
-        return 1.0 if k < 1.0 else float(limit) if k > limit else k
+            sizes: Reals = np.multiply(over, t, dtype=np.float64)
+            sizes /= under
+            if not 1.0 <= min(sizes[0], sizes[-1]) <= max(sizes[0], sizes[-1]) <= self._most:
+                np.clip(sizes, 1.0, self._most, out=sizes)
+            return sizes
+        k = over * t / under
+        return 1.0 if k < 1.0 else self._most if k > self._most else k
+
+    @cached_property
+    def _most(self) -> float:
+        return math.inf if self.at_most is None else float(self.at_most)
+
+    @cached_property
+    def _ratio(self) -> tuple[float, float]:
+        """c as the ratio of two whole numbers, 7 / 100 for 0.07, so that 7 * 100 / 100 is 7.
+
+        If there are none below a million that give it to the last digits, c / 1.
+        """
+        ratio = Fraction(self.c).limit_denominator(10**6)
+        alike = abs(float(ratio) - self.c) <= 2.0**-52 * self.c
+        return (float(ratio.numerator), float(ratio.denominator)) if alike else (self.c, 1.0)
 
     def filled_at(self, start: int, parts: int = 1) -> int:
         """The first step at which the samples after step `start` make a `parts`-th of the window.

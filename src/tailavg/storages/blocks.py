@@ -13,11 +13,23 @@ from typing import Any
 import numpy as np
 
 from tailavg.average import Array, TailAverage
-from tailavg.rules import AnytimeWindow, BlockRule, RawTail, join, read
+from tailavg.rules import AnytimeWindow, BlockRule, RawTail, join, read, root
 from tailavg.schedule import advance, oldest_needed, period, turn
-from tailavg.storages.arithmetic import CHUNK, FOLD, aligned_zeros, lerp, sum_rows, wide
+from tailavg.storages.arithmetic import (
+    CHUNK,
+    FOLD,
+    aligned_zeros,
+    lerp,
+    running_sums,
+    sum_rows,
+    wide,
+)
 
 __all__ = ["BlockStorage"]
+
+
+_STEPS = np.arange(1.0, CHUNK + 1.0)
+_add, _ndarray = np.add, np.ndarray  # a look-up less in each update
 
 
 class BlockStorage(TailAverage, rules=(AnytimeWindow, RawTail)):
@@ -49,16 +61,20 @@ class BlockStorage(TailAverage, rules=(AnytimeWindow, RawTail)):
         if not self._plain:
             assert self._dtype is not None
             self._sum = aligned_zeros(self._shape, self._dtype)
-        self._starts, self._means = [0], [0.0]
+        self._arrange([0], [0.0])
         self._schedule()
 
     def _schedule(self) -> None:
         """Look up when the next event is due, after the last one."""
-        self._closes = self._rule.closes(self._starts)
         due = min(self._closes, self._folded + FOLD) if self._nan_policy == "propagate" else -1
         self._floats_until = due if self._plain else -1
         self._arrays_until = due if not self._plain else -1
         self._plan = (-1,)
+
+    def _arrange(self, starts: list[int], means: list[Any]) -> None:
+        """Hold these blocks."""
+        self._starts, self._means = starts, means
+        self._closes = self._rule.closes(starts)
 
     def update(self, x: Any) -> None:
         t = self._count
@@ -69,22 +85,18 @@ class BlockStorage(TailAverage, rules=(AnytimeWindow, RawTail)):
                 return
         elif (
             t < self._arrays_until
-            and x.__class__ is np.ndarray
+            and x.__class__ is _ndarray
             and x.shape == self._shape
             and x.dtype is self._dtype
         ):
-            np.add(self._sum, x, self._sum)
+            _add(self._sum, x, self._sum)
             self._count = t + 1
             return
         elif t < self._floats_until and isinstance(x, float | int):
             self._sum += float(x)
             self._count = t + 1
             return
-        sample = self._take(x)
-        if sample is not None:
-            self._add(sample)
-
-    update.__doc__ = TailAverage.update.__doc__
+        super().update(x)
 
     def _add(self, x: Any) -> None:
         if self._count == self._closes:
@@ -125,28 +137,24 @@ class BlockStorage(TailAverage, rules=(AnytimeWindow, RawTail)):
 
     def _turn(self) -> None:
         """Close the open block and open the next."""
-        self._means[-1] = self._open_mean()
-        self._starts = turn(self._rule, self._starts, self._count)
-        self._means = [*self._means, 0.0][-len(self._starts) :]
+        starts = turn(self._rule, self._starts, self._count)
+        self._arrange(starts, [*self._means[:-1], self._open_mean(), 0.0][-len(starts) :])
         self._fold(0.0)
 
     def value(self) -> Any:
         t = self._count
         plan = self._plan
         if t >= plan[0]:
-            self._require_a_sample("value")
-            if not self._plain:
-                return self._result(self._read())
+            if not (self._plain and t):
+                return super().value()
             self._plan = plan = self._split(t)
-        _, old, old_mean, since, folded, folded_mean = plan
+        _, weigh, old, old_mean, since, folded, folded_mean = plan
         newer = t - since
-        g = join(old, newer, self._rule.size(t))
+        g = weigh(old, newer, self._rule.size(t))
         return (1.0 - g) * (folded_mean * (folded / newer) + self._sum / newer) + g * old_mean
 
-    value.__doc__ = TailAverage.value.__doc__
-
     def _read(self) -> Any:
-        """The average of arrays: the blocks' means by their weights; those without are not seen."""
+        """The average of arrays: the means of the blocks that have a weight."""
         t = self._count
         sizes = [end - start for start, end in pairwise([*self._starts, t])]
         *weights, weight = read(sizes, self._rule.size(t))
@@ -166,7 +174,8 @@ class BlockStorage(TailAverage, rules=(AnytimeWindow, RawTail)):
         """How the average is read from step t on, until the step that comes first.
 
         The oldest block still needed (its size and mean) is joined to all the newer samples:
-        those since a step, of which some are folded (how many, and their mean).
+        those since a step, of which some are folded (how many, and their mean). `join` does it,
+        or `root`: k samples, once there, stay there, and until then the newer ones fall short.
         """
         oldest, until = oldest_needed(self._rule, self._starts, t)
         last = len(self._starts) - 1
@@ -182,7 +191,8 @@ class BlockStorage(TailAverage, rules=(AnytimeWindow, RawTail)):
             for block in range(min(oldest + 1, last), last + 1):
                 if share := (ends[block] - self._starts[block]) / folded:
                     folded_mean = folded_mean + self._means[block] * share
-        return until, old, old_mean, since, folded, folded_mean
+        weigh = root if t - since + old >= self._rule.size(t) else join
+        return until, weigh, old, old_mean, since, folded, folded_mean
 
     def _add_rows(self, rows: Array) -> None:
         assert self._dtype is not None
@@ -190,14 +200,15 @@ class BlockStorage(TailAverage, rules=(AnytimeWindow, RawTail)):
         starts = advance(self._rule, self._starts, after)
         held = dict(zip(self._starts, self._means, strict=True))
         means = []
+        zero: Any = 0.0
         for start, end in pairwise([*starts, after]):
             if end <= before:
                 means.append(self._open_mean() if start == self._starts[-1] else held[start])
                 continue
-            fresh = sum_rows(rows[max(0, start - before) : end - before], self._dtype)
+            fresh: Any = sum_rows(rows[max(0, start - before) : end - before], self._dtype)
             fresh = fresh.item() if self._plain else fresh.reshape(self._shape)
             if start >= before:
-                folded, rest, mean = 0, end - start, 0.0
+                folded, rest, mean = 0, end - start, zero
             else:
                 folded, rest, mean = self._folded - start, end - self._folded, held[start]
                 fresh = fresh + self._sum
@@ -205,7 +216,7 @@ class BlockStorage(TailAverage, rules=(AnytimeWindow, RawTail)):
                 mean = lerp(mean, fresh / rest, rest / (folded + rest)) if folded else fresh / rest
                 folded, rest, fresh = end - start, 0, 0.0
             means.append(mean if self._plain else np.asarray(mean, self._dtype))
-        self._starts, self._means = starts, means
+        self._arrange(starts, means)
         self._folded = after - rest
         self._set_sum(fresh)
         self._count = after
@@ -215,68 +226,95 @@ class BlockStorage(TailAverage, rules=(AnytimeWindow, RawTail)):
         done = 0
         while done < len(rows):
             if self._count == self._closes:
-                size, until = period(self._rule, self._starts)
-                blocks = min(until - self._count, len(rows) - done) // size if size else 0
-                if blocks > 1 and size * rows.shape[1] <= CHUNK:
-                    end = done + blocks * size
-                    self._scan_blocks(rows[done:end], out[done:end], size)
-                    done = end
-                    continue
+                done += self._scan_blocks(rows[done:], out[done:])
+                if done == len(rows):
+                    break
                 self._turn()
-            done += self._scan_chunk(rows[done:], out[done:])
+            n = min(self._closes - self._count, len(rows) - done)
+            self._scan_open(rows[done : done + n], out[done : done + n])
+            done += n
 
-    def _scan_chunk(self, rows: Array, out: Array) -> int:
-        """Scan up to the next step at which the way to read changes; the number of rows done."""
+    def _scan_open(self, rows: Array, out: Array) -> None:
+        """Scan samples of the open block: their running sums, by weights that follow t."""
         assert self._dtype is not None
-        t = self._count
-        until, old, old_mean, since, folded, folded_mean = self._split(t + 1)
-        most = max(1, CHUNK // max(1, rows.shape[1]))
-        n = min(len(rows), most, self._closes - t, until - 1 - t)
-        steps = np.arange(t + 1, t + n + 1)
-        newer = (steps - since).astype(np.float64)
-        g = join(float(old), newer, self._rule.size(steps))
-        sums = np.cumsum(rows[:n], axis=0, dtype=wide(self._dtype))
-        fresh = sums[-1].copy()
-        sums += np.reshape(self._sum + folded_mean * folded, -1)
-        sums *= ((1.0 - g) / newer)[:, None]
-        if old:
-            sums += g[:, None] * np.reshape(old_mean, -1)
-        out[:n] = sums
-        self._set_sum(self._sum + (fresh.item() if self._plain else fresh.reshape(self._shape)))
-        self._count = t + n
+        t, width, dtype = self._count, rows.shape[1], wide(self._dtype)
+        chunk = max(1, CHUNK // max(1, width))
+        done = until = 0
+        while done < len(rows):
+            if t + done + 1 >= until:
+                until, weigh, old, old_mean, since, folded, folded_mean = self._split(t + done + 1)
+                total = np.reshape(self._sum + folded_mean * folded, width)
+                total = total + sum_rows(rows[:done], self._dtype)
+            part = slice(done, min(done + chunk, len(rows), until - 1 - t))
+            steps = _STEPS[: part.stop - done] + (t + done)
+            newer = steps - since
+            if width == 1 and dtype == np.float64:
+                sums = running_sums(rows[part].T, total[0]).T
+            else:
+                sums = total + np.cumsum(rows[part], axis=0, dtype=dtype)
+            total = sums[-1].copy()
+            if old:
+                g = weigh(float(old), newer, self._rule.size(steps))
+                np.divide(1.0 - g, newer, newer)
+                sums *= newer[:, None]
+                g = g[:, None] if width > 1 else np.multiply(g, old_mean, g)[:, None]
+                np.add(sums, g * old_mean.ravel() if width > 1 else g, out[part])
+            else:
+                np.divide(sums, newer[:, None], out[part])
+            done = part.stop
+        self._count = t + len(rows)
+        self._set_sum(self._sum + self._held(sum_rows(rows, self._dtype)))
         if self._count - self._folded >= FOLD:
             self._fold(self._open_mean())
-        return n
 
-    def _scan_blocks(self, rows: Array, out: Array, size: int) -> None:
-        """Scan whole blocks of one size, all at once: their weights repeat."""
+    def _scan_blocks(self, rows: Array, out: Array) -> int:
+        """Scan whole blocks of numbers, if from here on all are alike: their weights repeat.
+
+        The number of rows done. It ends at an infinity or a NaN, which no zero may meet.
+        """
         assert self._dtype is not None
-        z, width, k = self._rule.accumulators - 1, rows.shape[1], self._rule.size(self._count)
-        blocks, group = len(rows) // size, max(1, 4 * CHUNK // (size * max(1, width)))
-        open_sizes = np.arange(1.0, size + 1.0)
-        *weights, weight = read([*[size] * z, open_sizes], k)
-        each = (weight / open_sizes)[:, None]
-        # closed blocks that always count in full weigh as the open one does, sample by sample
-        alike = max(0, min(z, int(k // size) - 1))
-        self._means[-1] = self._open_mean()
-        means = np.reshape(self._means, (z + 1, width)).astype(wide(self._dtype))
-        for first in range(0, blocks, group):
-            part = slice(first * size, min(blocks, first + group) * size)
-            sums = np.cumsum(rows[part].reshape(-1, size, width), axis=1, dtype=means.dtype)
-            n = len(sums)
-            means = np.concatenate([means[1:], sums[:, -1] / size])
-            for block in range(z - alike, z):
-                sums += means[block : block + n, None] * size
-            sums *= each
-            for block in range(z - alike):
-                needed = np.count_nonzero(weights[block])
-                sums[:, :needed] += means[block : block + n, None] * weights[block][:needed, None]
-            out[part] = sums.reshape(-1, width)
-            means = means[-1 - z :]
-        self._count += blocks * size
-        self._starts = [self._count - i * size for i in range(z + 1, 0, -1)]
-        self._means = [self._held(mean) for mean in means]
-        self._fold(self._means[-1])
+        size, until = period(self._rule, self._starts)
+        done, end = 0, min(until - self._count, len(rows)) // size * size if size else 0
+        if end < 2 * size or not size or rows.shape[1] != 1 or wide(self._dtype) != np.float64:
+            return 0
+        z = self._rule.accumulators - 1
+        sizes = np.arange(1.0, size + 1.0)
+        *closed, opened = read([*[size] * z, sizes], self._rule.size(self._count))
+        weights, each = np.reshape(closed, (z, size)), opened / sizes
+        triangle = np.triu(np.ones((size, size))) * each if size <= 16 else None
+        shares = np.full(size, 1.0 / size)
+        self._fold(self._open_mean())
+        means = np.reshape(self._means, -1).astype(np.float64)
+        blocks, most = max(1, 2 * CHUNK // size), min(size, 2 * CHUNK)
+        from_closed = np.empty((blocks, most))
+        while done < end:
+            part = slice(done, min(end, done + blocks * size))
+            x = rows[part].reshape(-1, size).astype(np.float64, copy=False)
+            means = np.concatenate([means[len(means) - z :], x @ shares])
+            if not np.isfinite(means).all():
+                break
+            before = np.stack([means[i : i + len(x)] for i in range(z)], axis=1) if z else x[:, :0]
+            averages = out[part].reshape(-1, size)
+            total = 0.0
+            for first in range(0, size, most):
+                columns = slice(first, min(size, first + most))
+                if triangle is not None:
+                    sums = x @ triangle
+                else:
+                    sums = running_sums(x[:, columns], total)
+                    total = sums[-1, -1]
+                    sums *= each[columns]
+                outer = from_closed[: len(x), : columns.stop - first]
+                np.matmul(before, weights[:, columns], outer)
+                np.add(sums, outer, averages[:, columns])
+            self._means = [self._held(mean) for mean in means[-1 - z :]]
+            done = part.stop
+        if done:
+            self._count += done
+            starts = [self._count - i * size for i in range(z + 1, 0, -1)]
+            self._arrange(starts, self._means)
+            self._fold(self._means[-1])
+        return done
 
     def _starts_now(self) -> list[int]:
         return list(self._starts)
@@ -296,6 +334,7 @@ class BlockStorage(TailAverage, rules=(AnytimeWindow, RawTail)):
                 f"state: sizes do not add up: {self._rule} closes the block that starts at "
                 f"{starts[-1]} at {self._rule.closes(starts)}, got count {self._count}"
             )
-        self._starts, self._means, self._folded = starts, blocks, folded
+        self._arrange(starts, blocks)
+        self._folded = folded
         self._set_sum(partial)
         self._schedule()

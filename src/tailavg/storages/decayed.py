@@ -19,15 +19,16 @@ import numpy as np
 from tailavg.average import Array, TailAverage
 from tailavg.rules import Exponential
 from tailavg.storages.arithmetic import CHUNK, FOLD, aligned_zeros, wide
-from tailavg.windows import NEVER, Reals
+from tailavg.windows import NEVER
 
 __all__ = ["DecayedStorage"]
 
+_ndarray = np.ndarray
 _SMALLEST = 2.0**-32  # of G, far from the ends of float32
 
 
 @lru_cache(maxsize=8)
-def _plan(rule: Exponential, start: int, steps: int) -> tuple[Reals, Reals, Reals]:
+def _plan(rule: Exponential, start: int, steps: int) -> tuple[Array, Array, Array]:
     """For up to so many steps after `start`: the factors of x in P, of M, and of P.
 
     A step whose own decay is tiny (0, while a growing window holds one sample) has a plan of its
@@ -52,6 +53,7 @@ class DecayedStorage(TailAverage, rules=(Exponential,)):
         "_mean",
         "_of_mean",
         "_of_sum",
+        "_plan",
         "_scratch",
         "_sum",
     )
@@ -67,6 +69,7 @@ class DecayedStorage(TailAverage, rules=(Exponential,)):
         self._factors: list[float] = []
         self._of_mean: list[float] = []
         self._of_sum: list[float] = []
+        self._plan: Any = None
 
     def _start(self) -> None:
         if not self._plain:
@@ -76,17 +79,19 @@ class DecayedStorage(TailAverage, rules=(Exponential,)):
             self._scratch = aligned_zeros(self._shape, self._dtype)
         self._schedule()
 
-    def _steps(self, start: int, steps: int) -> tuple[Reals, Reals, Reals]:
+    def _steps(self, start: int, steps: int) -> tuple[Array, Array, Array]:
         """The plan of the steps after `start`: the same for all once the decay is constant."""
         limit = self._rule.window.limit
-        if limit is not None and start >= limit and self._rule.size(start) == limit:
+        if limit is not None and start >= limit == self._rule.size(start):
             start = NEVER // 2
         return _plan(self._rule, start, steps)
 
     def _schedule(self) -> None:
         """Look up the factors of the samples up to the next fold, after the last one."""
-        plan = self._steps(self._folded, FOLD)
-        self._factors, self._of_mean, self._of_sum = (part.tolist() for part in plan)
+        plan = self._steps(self._folded, 4 * FOLD if self._plain else FOLD)
+        if plan is not self._plan:
+            self._plan = plan
+            self._factors, self._of_mean, self._of_sum = (part.tolist() for part in plan)
         due = self._folded + len(self._factors) if self._nan_policy == "propagate" else -1
         self._floats_until = due if self._plain else -1
         self._arrays_until = due if not self._plain else -1
@@ -100,7 +105,7 @@ class DecayedStorage(TailAverage, rules=(Exponential,)):
                 return
         elif (
             t < self._arrays_until
-            and x.__class__ is np.ndarray
+            and x.__class__ is _ndarray
             and x.shape == self._shape
             and x.dtype is self._dtype
         ):
@@ -108,11 +113,11 @@ class DecayedStorage(TailAverage, rules=(Exponential,)):
             np.add(self._sum, self._scratch, self._sum)
             self._count = t + 1
             return
-        sample = self._take(x)
-        if sample is not None:
-            self._add(sample)
-
-    update.__doc__ = TailAverage.update.__doc__
+        elif t < self._floats_until and isinstance(x, float | int):
+            self._sum += float(x) * self._factors[t - self._folded]
+            self._count = t + 1
+            return
+        super().update(x)
 
     def _add(self, x: Any) -> None:
         if self._count - self._folded == len(self._factors):
@@ -144,13 +149,8 @@ class DecayedStorage(TailAverage, rules=(Exponential,)):
         self._folded = self._count
         self._schedule()
 
-    def value(self) -> Any:
-        if not self._count:
-            self._require_a_sample("value")
-        now = self._now()
-        return now if self._plain else self._result(np.array(now))
-
-    value.__doc__ = TailAverage.value.__doc__
+    def _read(self) -> Any:
+        return self._now() if self._plain else np.array(self._now())
 
     def _add_rows(self, rows: Array) -> None:
         self._walk(rows, None)
@@ -166,8 +166,8 @@ class DecayedStorage(TailAverage, rules=(Exponential,)):
         t, done = self._count, 0
         while done < len(rows):
             most = min(len(rows) - done, max(1, CHUNK // max(1, width)))
-            ones = self._rule.size(np.arange(t + 1, t + most + 1)) == 1.0
-            if ones[0]:  # a window of one sample: the average is the sample
+            if self._rule.size(t + 1) == 1.0:  # a window of one sample: the average is the sample
+                ones = np.ravel(self._rule.size(np.arange(t + 1, t + most + 1)) == 1.0)
                 n = most if ones.all() else int(ones.argmin())
                 chunk = rows[done : done + n]
                 averages = chunk if out is not None else chunk[-1:]

@@ -28,13 +28,6 @@ class SampleStorage(TailAverage, rules=(ExactWindow,)):
         self._buffer = np.empty((16, int(np.prod(self._shape))), self._dtype)
         self._end = 0
 
-    def update(self, x: Any) -> None:
-        sample = self._take(x)
-        if sample is not None:
-            self._add(sample)
-
-    update.__doc__ = TailAverage.update.__doc__
-
     def _add(self, x: Any) -> None:
         self._add_rows(np.reshape(x, (1, -1)))
 
@@ -54,14 +47,11 @@ class SampleStorage(TailAverage, rules=(ExactWindow,)):
         """The last samples."""
         return self._buffer[self._end - samples : self._end]
 
-    def value(self) -> Any:
-        self._require_a_sample("value")
+    def _read(self) -> Any:
         assert self._dtype is not None
         held = self._held(self._rule.samples(self._count))
-        mean = sum_rows(held, self._dtype) / len(held)
-        return self._result(mean.astype(self._dtype).reshape(self._shape))
-
-    value.__doc__ = TailAverage.value.__doc__
+        mean = (sum_rows(held, self._dtype) / len(held)).astype(self._dtype)
+        return mean.item() if self._plain else mean.reshape(self._shape)
 
     def _scan_rows(self, rows: Array, out: Array) -> None:
         """Sums of runs of 1, 2, 4, … samples make those of any length: no difference is taken."""
@@ -90,10 +80,10 @@ class SampleStorage(TailAverage, rules=(ExactWindow,)):
         return blocks, self._count, 0.0
 
     def _restore(self, starts: list[int], blocks: list[Any], folded: int, partial: Any) -> None:
-        if starts != self._starts_now():
+        if starts != self._starts_now() or folded != self._count or np.any(partial):
             raise ValueError(
                 f"state: expected the last {self._rule.samples(self._count)} of {self._count} "
-                f"samples, got {len(starts)} that start at {starts[0]}"
+                f"samples and nothing to fold, got {len(starts)} that start at {starts[0]}"
             )
         self._buffer = np.reshape(np.array(blocks, self._dtype), (len(blocks), -1))
         self._end = len(blocks)
