@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from numbers import Integral, Real
-from typing import overload
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,6 @@ import numpy.typing as npt
 __all__ = ["NEVER", "TIE", "Fixed", "Growing", "Window", "as_window"]
 
 Reals = npt.NDArray[np.float64]
-Steps = npt.NDArray[np.int64]
 
 NEVER = 2**63 - 1
 """A step that no stream reaches: when something that will not happen is due."""
@@ -46,7 +45,7 @@ class Fixed:
         """The size that is never exceeded."""
         return self.k
 
-    def size(self, t: int | Steps) -> float:
+    def size(self, t: Any) -> float:
         """k_t, the same for every step."""
         return float(self.k)
 
@@ -85,11 +84,7 @@ class Growing:
         """The size that is never exceeded, if there is one."""
         return self.at_most
 
-    @overload
-    def size(self, t: int) -> float: ...
-    @overload
-    def size(self, t: Steps) -> Reals: ...
-    def size(self, t: int | Steps) -> float | Reals:
+    def size(self, t: Any) -> Any:
         """k_t = ct, at least 1 and at most the cap: a real number, without the paper's ceiling.
 
         What misses a whole number by rounding is that number.
@@ -97,29 +92,30 @@ class Growing:
         >>> 0.07 * 100, Growing(0.07).size(100)
         (7.000000000000001, 7.0)
         """
-        over, under = self._ratio
-        if isinstance(t, np.ndarray):
-            sizes: Reals = np.multiply(over, t, dtype=np.float64)
-            sizes /= under
-            if not 1.0 <= min(sizes[0], sizes[-1]) <= max(sizes[0], sizes[-1]) <= self._most:
-                np.clip(sizes, 1.0, self._most, out=sizes)
-            return sizes
+        over, under, exact = self._ratio
         k = over * t / under
-        return 1.0 if k < 1.0 else self._most if k > self._most else k
+        if not exact:
+            k = k + (abs(np.rint(k) - k) <= TIE * k) * (np.rint(k) - k)
+        if isinstance(t, np.ndarray):
+            low, high = min(k[0], k[-1]), max(k[0], k[-1])
+            return np.clip(k, 1.0, self._most) if low < 1.0 or high > self._most else k
+        return 1.0 if k < 1.0 else self._most if k > self._most else float(k)
 
     @cached_property
     def _most(self) -> float:
         return math.inf if self.at_most is None else float(self.at_most)
 
     @cached_property
-    def _ratio(self) -> tuple[float, float]:
-        """c as the ratio of two whole numbers, 7 / 100 for 0.07, so that 7 * 100 / 100 is 7.
+    def _ratio(self) -> tuple[float, float, bool]:
+        """c as a ratio of whole numbers, 7 / 100 for 0.07: 7 * 100 / 100 is 7, without rounding.
 
-        If there are none below a million that give it to the last digits, c / 1.
+        If none below a million give c to the last digit, c / 1, inexact: then a size that misses
+        a whole number by a `TIE` is taken for it.
         """
         ratio = Fraction(self.c).limit_denominator(10**6)
-        alike = abs(float(ratio) - self.c) <= 2.0**-52 * self.c
-        return (float(ratio.numerator), float(ratio.denominator)) if alike else (self.c, 1.0)
+        if abs(float(ratio) - self.c) <= 2.0**-52 * self.c:
+            return float(ratio.numerator), float(ratio.denominator), True
+        return self.c, 1.0, False
 
     def filled_at(self, start: int, parts: int = 1) -> int:
         """The first step at which the samples after step `start` make a `parts`-th of the window.
