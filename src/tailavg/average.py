@@ -149,7 +149,7 @@ class TailAverage:
             return np.array(np.broadcast_to(before, np.shape(xs)))
         out: Array = np.empty((len(rows), rows.shape[1]), self._dtype)
         self._scan_rows(rows, out)
-        out = out.reshape(-1, *self._shape)
+        out = out.reshape(len(rows), *self._shape)
         if kept is None:
             return out
         # a sample that is left out leaves the average as it was
@@ -224,8 +224,8 @@ class TailAverage:
         blocks: Any
         blocks, folded, partial = self._save()
         if not self._scalar:
-            blocks = np.array(blocks, self._dtype).reshape(-1, *self._shape)
-            partial = np.array(partial, self._dtype).reshape(self._shape)
+            blocks = np.array(blocks, self._dtype).reshape(len(blocks), *self._shape)
+            partial = np.array(np.broadcast_to(partial, self._shape), self._dtype)
         return {
             "format": layout.FORMAT,
             "version": layout.VERSION,

@@ -174,7 +174,8 @@ class RawTail(_OfWindow):
     @property
     def first(self) -> int:
         """How many samples come before the tail."""
-        return max(0, self.total - math.ceil(self.window.size(self.total)))
+        tail: int = min(self.total, math.ceil(self.window.size(self.total)))
+        return self.total - tail
 
     def size(self, t: Any) -> Any:
         """How many samples are averaged at step t."""

@@ -45,9 +45,9 @@ class Fixed:
         """The size that is never exceeded."""
         return self.k
 
-    def size(self, t: Any) -> float:
+    def size(self, t: Any) -> Any:
         """k_t, the same for every step."""
-        return float(self.k)
+        return np.full(t.shape, float(self.k)) if isinstance(t, np.ndarray) else float(self.k)
 
     def filled_at(self, start: int, parts: int = 1) -> int:
         """The first step at which the samples after step `start` make a `parts`-th of the window.
@@ -126,19 +126,18 @@ class Growing:
         >>> Growing(0.25).filled_at(3000), Growing(0.25).filled_at(3000, parts=2)
         (4000, 3465)
         """
-        rest = (1.0 - self.c) ** (1.0 / parts)  # what the share leaves of the stream
-        if start == 0:
-            t = 1  # one sample is all of the stream, so at least any share of it
-        elif start >= NEVER * rest:
-            t = NEVER
-        else:
-            # t - start >= (1 - rest) t, that is t >= start / rest, but for rounding and ties
-            goal = (1.0 - rest) * (1.0 - TIE)
-            t = max(start + 1, math.floor(start / rest) - 1)
-            while t - start < goal * t:
-                t += 1
-            while t - 1 > start and t - 1 - start >= goal * (t - 1):
-                t -= 1
+        rest = 1.0 - self.c  # what the share leaves of the stream
+        share = self.c
+        if parts > 1:
+            rest **= 1.0 / parts
+            share = -math.expm1(math.log1p(-share) / parts) if share < 1.0 else 1.0
+        rest += share * TIE
+        # t - start >= share t, a tie forgiven, or t >= start / rest: whichever keeps its digits
+        t = NEVER if start >= NEVER * rest else max(start + 1, math.floor(start / rest) - 1)
+        while t < NEVER and (
+            t - start < share * (1.0 - TIE) * t if share < 0.5 else t * rest < start
+        ):
+            t += 1
         if self.at_most is not None:
             t = min(t, Fixed(self.at_most).filled_at(start, parts))
         return t

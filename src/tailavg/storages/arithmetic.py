@@ -7,15 +7,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["CHUNK", "FOLD", "aligned_zeros", "lerp", "running_sums", "sum_rows", "wide"]
+__all__ = ["CHUNK", "FOLD", "aligned_zeros", "fold", "running_sums", "sum_rows", "wide"]
 
 Array = npt.NDArray[Any]
 
 FOLD = 256
-"""How many samples are summed before the sum is folded into a mean.
-
-A float32 sum of 256 samples keeps 5 digits, and so does a mean that was folded a thousand times.
-"""
+"""How many samples are summed before the sum is folded into a mean: a float32 keeps 5 digits."""
 
 CHUNK = 15000
 """How many numbers a scan takes at once: few enough for the cache, and for one thread of BLAS."""
@@ -33,14 +30,31 @@ def aligned_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     return memory[offset : offset + size].view(dtype).reshape(shape)
 
 
-def lerp(a: Any, b: Any, weight: float) -> Any:
-    """a + (b - a) weight, which a constant stream leaves alone; right for infinities too."""
-    if isinstance(a, np.ndarray):
-        with np.errstate(invalid="ignore"):
-            mean = a + (b - a) * weight
-            return a * (1.0 - weight) + b * weight if np.isnan(mean).any() else mean
-    mean = a + (b - a) * weight
-    return mean if mean == mean else a * (1.0 - weight) + b * weight
+def fold(mean: Any, count: int, total: Any, rest: int) -> tuple[Any, Any]:
+    """Fold the sum of `rest` samples into the mean of `count` others: the joint mean, and a rest.
+
+    That rest is what the joint mean lost to rounding, as a part of a sum: it goes into the next
+    one, so that a thousand folds round no more than one.
+    """
+    fresh = total / rest
+    if not count:
+        return fresh, 0.0
+    weight = rest / (count + rest)
+    if not isinstance(total, np.ndarray):
+        step = (fresh - mean) * weight
+        joint = mean + step
+        lost = (step - (joint - mean)) * (count + rest)
+        # there is no difference of infinities
+        return (joint, lost) if lost - lost == 0 else (mean * (1 - weight) + fresh * weight, 0.0)
+    with np.errstate(invalid="ignore"):
+        step = (fresh - mean) * weight
+        joint = mean + step
+        lost = (step - (joint - mean)) * (count + rest)
+        if not np.isfinite(lost).all():
+            finite = np.isfinite(lost)
+            joint = np.where(finite, joint, mean * (1 - weight) + fresh * weight)
+            lost = np.where(finite, lost, 0)
+    return joint, lost
 
 
 def wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -76,7 +90,8 @@ def running_sums(x: Array, start: float = 0.0) -> Array:
     pieces[:, whole, 1:] = 0.0
     pieces[:, whole, 1 : 1 + size - whole * _PIECE] = x[:, whole * _PIECE :]
     rows = pieces.reshape(-1, _PIECE + 1)
-    totals = (rows @ _ONES).reshape(n, -1)
+    with np.errstate(invalid="ignore", over="ignore"):
+        totals = (rows @ _ONES).reshape(n, -1)
     if not np.isfinite(totals).all():  # a zero of the triangle must not meet an infinity
         return start + np.cumsum(x, axis=1, dtype=np.float64)
     totals[:, 0] += start

@@ -19,7 +19,7 @@ from tailavg.storages.arithmetic import (
     CHUNK,
     FOLD,
     aligned_zeros,
-    lerp,
+    fold,
     running_sums,
     sum_rows,
     wide,
@@ -102,26 +102,21 @@ class BlockStorage(TailAverage, rules=(AnytimeWindow, RawTail)):
         if self._count == self._closes:
             self._turn()
         elif self._count == self._folded + FOLD:
-            self._fold(self._open_mean())
+            self._fold()
         if self._plain:
             self._sum += x
         else:
             np.add(self._sum, x, self._sum, casting="same_kind")
         self._count += 1
 
-    def _open_mean(self) -> Any:
-        """The mean of the open block, with the samples that have not been folded."""
+    def _fold(self) -> None:
+        """Fold the sum into the mean of the open block."""
         folded, rest = self._folded - self._starts[-1], self._count - self._folded
-        if not rest:
-            return self._means[-1]
-        fresh = self._sum / rest
-        return lerp(self._means[-1], fresh, rest / (folded + rest)) if folded else fresh
-
-    def _fold(self, mean: Any) -> None:
-        """Go on from the mean of the open block, with nothing left to fold."""
-        self._means[-1] = mean
-        self._folded = self._count
-        self._set_sum(0.0)
+        if rest:
+            mean, lost = fold(self._means[-1], folded, self._sum, rest)
+            self._means[-1] = mean if self._plain else np.asarray(mean, self._dtype)
+            self._set_sum(lost)
+            self._folded = self._count
         self._schedule()
 
     def _held(self, row: Array) -> Any:
@@ -137,9 +132,11 @@ class BlockStorage(TailAverage, rules=(AnytimeWindow, RawTail)):
 
     def _turn(self) -> None:
         """Close the open block and open the next."""
+        self._fold()
         starts = turn(self._rule, self._starts, self._count)
-        self._arrange(starts, [*self._means[:-1], self._open_mean(), 0.0][-len(starts) :])
-        self._fold(0.0)
+        self._arrange(starts, [*self._means, 0.0][-len(starts) :])
+        self._set_sum(0.0)
+        self._schedule()
 
     def value(self) -> Any:
         t = self._count
@@ -197,29 +194,28 @@ class BlockStorage(TailAverage, rules=(AnytimeWindow, RawTail)):
     def _add_rows(self, rows: Array) -> None:
         assert self._dtype is not None
         before, after = self._count, self._count + len(rows)
+        if before == self._closes:
+            self._turn()
         starts = advance(self._rule, self._starts, after)
         held = dict(zip(self._starts, self._means, strict=True))
         means = []
-        zero: Any = 0.0
         for start, end in pairwise([*starts, after]):
-            if end <= before:
-                means.append(self._open_mean() if start == self._starts[-1] else held[start])
-                continue
-            fresh: Any = sum_rows(rows[max(0, start - before) : end - before], self._dtype)
-            fresh = fresh.item() if self._plain else fresh.reshape(self._shape)
-            if start >= before:
-                folded, rest, mean = 0, end - start, zero
-            else:
-                folded, rest, mean = self._folded - start, end - self._folded, held[start]
-                fresh = fresh + self._sum
-            if end < after or rest >= FOLD:
-                mean = lerp(mean, fresh / rest, rest / (folded + rest)) if folded else fresh / rest
-                folded, rest, fresh = end - start, 0, 0.0
-            means.append(mean if self._plain else np.asarray(mean, self._dtype))
+            mean = held.get(start, 0.0)
+            if end > before:
+                total: Any = sum_rows(rows[max(0, start - before) : end - before], self._dtype)
+                total = total.item() if self._plain else total.reshape(self._shape)
+                folded = start
+                if start in held:
+                    folded = self._folded
+                    total = total + self._sum
+                if end < after or end - folded >= FOLD:
+                    mean, total = fold(mean, folded - start, total, end - folded)
+                    mean = mean if self._plain else np.asarray(mean, self._dtype)
+                    folded = end
+            means.append(mean)
         self._arrange(starts, means)
-        self._folded = after - rest
-        self._set_sum(fresh)
-        self._count = after
+        self._folded, self._count = folded, after
+        self._set_sum(total)
         self._schedule()
 
     def _scan_rows(self, rows: Array, out: Array) -> None:
@@ -239,6 +235,7 @@ class BlockStorage(TailAverage, rules=(AnytimeWindow, RawTail)):
         assert self._dtype is not None
         t, width, dtype = self._count, rows.shape[1], wide(self._dtype)
         chunk = max(1, CHUNK // max(1, width))
+        real_numbers = width == 1 and dtype == np.float64
         done = until = 0
         while done < len(rows):
             if t + done + 1 >= until:
@@ -248,7 +245,7 @@ class BlockStorage(TailAverage, rules=(AnytimeWindow, RawTail)):
             part = slice(done, min(done + chunk, len(rows), until - 1 - t))
             steps = _STEPS[: part.stop - done] + (t + done)
             newer = steps - since
-            if width == 1 and dtype == np.float64:
+            if real_numbers:
                 sums = running_sums(rows[part].T, total[0]).T
             else:
                 sums = total + np.cumsum(rows[part], axis=0, dtype=dtype)
@@ -257,15 +254,19 @@ class BlockStorage(TailAverage, rules=(AnytimeWindow, RawTail)):
                 g = weigh(float(old), newer, self._rule.size(steps))
                 np.divide(1.0 - g, newer, newer)
                 sums *= newer[:, None]
-                g = g[:, None] if width > 1 else np.multiply(g, old_mean, g)[:, None]
-                np.add(sums, g * old_mean.ravel() if width > 1 else g, out[part])
+                if real_numbers:
+                    g *= old_mean
+                    sums += g[:, None]
+                else:
+                    sums += g[:, None] * np.reshape(old_mean, width)
             else:
-                np.divide(sums, newer[:, None], out[part])
+                sums /= newer[:, None]
+            out[part] = sums
             done = part.stop
         self._count = t + len(rows)
         self._set_sum(self._sum + self._held(sum_rows(rows, self._dtype)))
         if self._count - self._folded >= FOLD:
-            self._fold(self._open_mean())
+            self._fold()
 
     def _scan_blocks(self, rows: Array, out: Array) -> int:
         """Scan whole blocks of numbers, if from here on all are alike: their weights repeat.
@@ -283,14 +284,15 @@ class BlockStorage(TailAverage, rules=(AnytimeWindow, RawTail)):
         weights, each = np.reshape(closed, (z, size)), opened / sizes
         triangle = np.triu(np.ones((size, size))) * each if size <= 16 else None
         shares = np.full(size, 1.0 / size)
-        self._fold(self._open_mean())
+        self._fold()
         means = np.reshape(self._means, -1).astype(np.float64)
         blocks, most = max(1, 2 * CHUNK // size), min(size, 2 * CHUNK)
         from_closed = np.empty((blocks, most))
         while done < end:
             part = slice(done, min(end, done + blocks * size))
             x = rows[part].reshape(-1, size).astype(np.float64, copy=False)
-            means = np.concatenate([means[len(means) - z :], x @ shares])
+            with np.errstate(invalid="ignore", over="ignore"):
+                means = np.concatenate([means[len(means) - z :], x @ shares])
             if not np.isfinite(means).all():
                 break
             before = np.stack([means[i : i + len(x)] for i in range(z)], axis=1) if z else x[:, :0]
@@ -313,7 +315,9 @@ class BlockStorage(TailAverage, rules=(AnytimeWindow, RawTail)):
             self._count += done
             starts = [self._count - i * size for i in range(z + 1, 0, -1)]
             self._arrange(starts, self._means)
-            self._fold(self._means[-1])
+            self._folded = self._count
+            self._set_sum(0.0)
+            self._schedule()
         return done
 
     def _starts_now(self) -> list[int]:
@@ -326,13 +330,11 @@ class BlockStorage(TailAverage, rules=(AnytimeWindow, RawTail)):
         return blocks, self._folded, self._sum
 
     def _restore(self, starts: list[int], blocks: list[Any], folded: int, partial: Any) -> None:
-        full = len(starts) == self._rule.accumulators
-        if len(starts) > self._rule.accumulators or (starts[0] and not full):
-            raise ValueError(f"state: starts {starts} cannot be those of {self._rule}")
-        if self._rule.closes(starts) < self._count:
+        expected = advance(self._rule, [0], self._count)
+        if starts != expected:
             raise ValueError(
-                f"state: sizes do not add up: {self._rule} closes the block that starts at "
-                f"{starts[-1]} at {self._rule.closes(starts)}, got count {self._count}"
+                f"state: sizes do not add up: {self._rule} has blocks that start at {expected} "
+                f"after {self._count} samples, got {starts}"
             )
         self._arrange(starts, blocks)
         self._folded = folded

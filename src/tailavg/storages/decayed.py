@@ -126,7 +126,7 @@ class DecayedStorage(TailAverage, rules=(Exponential,)):
         if self._plain:
             self._sum += x * factor
         else:
-            np.multiply(x, factor, self._scratch, casting="same_kind")
+            np.multiply(x, factor, self._scratch, dtype=self._dtype, casting="same_kind")
             np.add(self._sum, self._scratch, self._sum)
         self._count += 1
 

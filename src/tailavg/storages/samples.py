@@ -29,7 +29,7 @@ class SampleStorage(TailAverage, rules=(ExactWindow,)):
         self._end = 0
 
     def _add(self, x: Any) -> None:
-        self._add_rows(np.reshape(x, (1, -1)))
+        self._add_rows(np.reshape(x, (1, self._buffer.shape[1])))
 
     def _add_rows(self, rows: Array) -> None:
         after = self._count + len(rows)
@@ -75,8 +75,10 @@ class SampleStorage(TailAverage, rules=(ExactWindow,)):
         return list(range(self._count - self._rule.samples(self._count), self._count))
 
     def _save(self) -> tuple[list[Any], int, Any]:
-        held = self._held(self._rule.samples(self._count)) if self._count else self._buffer
-        blocks = held[:, 0].tolist() if self._plain else list(held.reshape(-1, *self._shape))
+        if not self._count:
+            return [], 0, 0.0
+        held = self._held(self._rule.samples(self._count))
+        blocks = held[:, 0].tolist() if self._plain else list(held.reshape(len(held), *self._shape))
         return blocks, self._count, 0.0
 
     def _restore(self, starts: list[int], blocks: list[Any], folded: int, partial: Any) -> None:
@@ -85,5 +87,7 @@ class SampleStorage(TailAverage, rules=(ExactWindow,)):
                 f"state: expected the last {self._rule.samples(self._count)} of {self._count} "
                 f"samples and nothing to fold, got {len(starts)} that start at {starts[0]}"
             )
-        self._buffer = np.reshape(np.array(blocks, self._dtype), (len(blocks), -1))
+        self._buffer = np.reshape(
+            np.array(blocks, self._dtype), (len(blocks), int(np.prod(self._shape)))
+        )
         self._end = len(blocks)
