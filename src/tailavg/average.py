@@ -253,7 +253,8 @@ class TailAverage:
         except TypeError as error:
             raise ValueError(f"state: {error}") from error
         count, starts, folded = state["count"], list(state["starts"]), state["folded"]
-        if count < 0 or len(starts) != len(state["blocks"]) or bool(count) != bool(starts):
+        empty = not (starts or folded or np.any(state["partial"]))
+        if count < 0 or len(starts) != len(state["blocks"]) or (count == 0) != empty:
             raise ValueError(
                 f"state: sizes do not add up: count {count}, {len(starts)} starts, "
                 f"{len(state['blocks'])} blocks"
@@ -359,7 +360,7 @@ class TailAverage:
             return None
         if not self._count:
             self._begin(sample.shape, sample.dtype, not (sample.shape or isinstance(x, np.ndarray)))
-        return sample.item() if self._plain else sample
+        return self._dtype.type(sample).item() if self._plain and self._dtype else sample
 
     def _take_rows(self, xs: Any) -> tuple[Array, npt.NDArray[np.bool_] | None]:
         """Samples, checked, as rows of a matrix; and which were kept, if any was left out."""

@@ -62,6 +62,8 @@ def profile(rule: Rule, starts: Sequence[int], t: int) -> Profile:
 
 def _newest_first(rule: Rule, starts: Sequence[int], t: int) -> Iterator[tuple[int, float | Reals]]:
     """Runs of samples, from the newest to the oldest that has a weight: size, weight of each."""
+    if not t:
+        return
     if isinstance(rule, Exponential):
         kept = 1.0  # the weight of everything up to step t
         while t > 0 and kept > 0.0:

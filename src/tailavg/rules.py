@@ -22,14 +22,14 @@ from tailavg.windows import NEVER, Fixed, Window, as_window, whole
 __all__ = ["AnytimeWindow", "ExactWindow", "Exponential", "RawTail", "as_rule", "join", "read"]
 
 
-def root(old: Any, new: Any, k: Any) -> Any:
-    """The smaller root g of g²/old + (1-g)²/new = 1/k.
+def root(old: Any, new: Any, excess: Any) -> Any:
+    """The smaller root g of g²/old + (1-g)²/new = 1/k, where k = old + new - excess.
 
     With this weight on a mean of `old` samples, beside a mean of `new` fresher ones, the variance
     is that of k samples, and the old ones weigh as little as that allows.
     """
     total = old + new
-    return (old - (old * new * (total - k) / k) ** 0.5) / total
+    return (old - (old * new * excess / (total - excess)) ** 0.5) / total
 
 
 def join(old: Any, new: Any, k: Any) -> Any:
@@ -41,8 +41,8 @@ def join(old: Any, new: Any, k: Any) -> Any:
     >>> join(100, 50, 100), join(30, 10, 100), join(100, 100, 100)
     (0.3333333333333333, 0.75, 0.0)
     """
-    short = k - (old + new)
-    return (new < k) * root(old, new, k - (short > 0) * short)
+    excess = old + new - k
+    return (new < k) * root(old, new, (excess > 0) * excess)
 
 
 def read(sizes: Sequence[Any], k: Any) -> list[Any]:

@@ -25,7 +25,6 @@ import dataclasses
 import json
 import os
 import secrets
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -119,6 +118,8 @@ def check(state: Any) -> None:
         value = state[key]
         if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
             raise ValueError(f"state: {key}: got {value!r} of type {type(value).__name__}")
+    if np.ndim(state["blocks"]) == 0:
+        raise ValueError(f"state: blocks: expected a sequence, got {state['blocks']!r}")
     if not all(isinstance(start, int) and not isinstance(start, bool) for start in state["starts"]):
         raise ValueError(f"state: starts: expected a list of ints, got {state['starts']!r}")
 
@@ -142,15 +143,14 @@ def write_file(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
 
 def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The state in a file that `write_file` wrote. Nothing is unpickled."""
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            state: dict[str, Any] = json.loads(str(file["header"]))
-            state |= {key: file[key] for key in ("blocks", "partial")}
-            state["starts"] = file["starts"].tolist()
-    except FileNotFoundError:
-        raise
-    except (ValueError, KeyError, TypeError, OSError, EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path}: expected a file saved by tailavg, got: {error}") from error
+    with Path(path).open("rb") as stream:
+        try:
+            with np.load(stream, allow_pickle=False) as file:
+                state: dict[str, Any] = json.loads(str(file["header"]))
+                state |= {key: file[key] for key in ("blocks", "partial")}
+                state["starts"] = file["starts"].tolist()
+        except Exception as error:  # a damaged file fails in as many ways as there are
+            raise ValueError(f"{path}: expected a file saved by tailavg, got: {error}") from error
     if state.get("scalar"):
         state["blocks"] = state["blocks"].tolist()
         state["partial"] = state["partial"].item()

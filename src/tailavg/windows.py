@@ -97,8 +97,7 @@ class Growing:
         if not exact:
             k = k + (abs(np.rint(k) - k) <= TIE * k) * (np.rint(k) - k)
         if isinstance(t, np.ndarray):
-            low, high = min(k[0], k[-1]), max(k[0], k[-1])
-            return np.clip(k, 1.0, self._most) if low < 1.0 or high > self._most else k
+            return np.clip(k, 1.0, self._most)
         return 1.0 if k < 1.0 else self._most if k > self._most else float(k)
 
     @cached_property

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tailavg.average import Array, TailAverage
-from tailavg.rules import AnytimeWindow, BlockRule, RawTail, join, read, root
+from tailavg.rules import AnytimeWindow, BlockRule, RawTail, read, root
 from tailavg.schedule import advance, oldest_needed, period, turn
 from tailavg.storages.arithmetic import (
     CHUNK,
@@ -67,7 +67,7 @@ class BlockStorage(TailAverage, rules=(AnytimeWindow, RawTail)):
     def _schedule(self) -> None:
         """Look up when the next event is due, after the last one."""
         due = min(self._closes, self._folded + FOLD) if self._nan_policy == "propagate" else -1
-        self._floats_until = due if self._plain else -1
+        self._floats_until = due if self._plain and self._dtype == np.float64 else -1
         self._arrays_until = due if not self._plain else -1
         self._plan = (-1,)
 
@@ -145,9 +145,10 @@ class BlockStorage(TailAverage, rules=(AnytimeWindow, RawTail)):
             if not (self._plain and t):
                 return super().value()
             self._plan = plan = self._split(t)
-        _, weigh, old, old_mean, since, folded, folded_mean = plan
+        _, old, old_mean, since, folded, folded_mean = plan
         newer = t - since
-        g = weigh(old, newer, self._rule.size(t))
+        excess = newer + old - self._rule.size(t)
+        g = root(old, newer, excess if excess > 0.0 else 0.0)
         return (1.0 - g) * (folded_mean * (folded / newer) + self._sum / newer) + g * old_mean
 
     def _read(self) -> Any:
@@ -171,8 +172,8 @@ class BlockStorage(TailAverage, rules=(AnytimeWindow, RawTail)):
         """How the average is read from step t on, until the step that comes first.
 
         The oldest block still needed (its size and mean) is joined to all the newer samples:
-        those since a step, of which some are folded (how many, and their mean). `join` does it,
-        or `root`: k samples, once there, stay there, and until then the newer ones fall short.
+        those since a step, of which some are folded (how many, and their mean). Until the step
+        that comes first, the newer samples alone do not suffice.
         """
         oldest, until = oldest_needed(self._rule, self._starts, t)
         last = len(self._starts) - 1
@@ -188,8 +189,7 @@ class BlockStorage(TailAverage, rules=(AnytimeWindow, RawTail)):
             for block in range(min(oldest + 1, last), last + 1):
                 if share := (ends[block] - self._starts[block]) / folded:
                     folded_mean = folded_mean + self._means[block] * share
-        weigh = root if t - since + old >= self._rule.size(t) else join
-        return until, weigh, old, old_mean, since, folded, folded_mean
+        return until, old, old_mean, since, folded, folded_mean
 
     def _add_rows(self, rows: Array) -> None:
         assert self._dtype is not None
@@ -239,7 +239,7 @@ class BlockStorage(TailAverage, rules=(AnytimeWindow, RawTail)):
         done = until = 0
         while done < len(rows):
             if t + done + 1 >= until:
-                until, weigh, old, old_mean, since, folded, folded_mean = self._split(t + done + 1)
+                until, old, old_mean, since, folded, folded_mean = self._split(t + done + 1)
                 total = np.reshape(self._sum + folded_mean * folded, width)
                 total = total + sum_rows(rows[:done], self._dtype)
             part = slice(done, min(done + chunk, len(rows), until - 1 - t))
@@ -251,7 +251,11 @@ class BlockStorage(TailAverage, rules=(AnytimeWindow, RawTail)):
                 sums = total + np.cumsum(rows[part], axis=0, dtype=dtype)
             total = sums[-1].copy()
             if old:
-                g = weigh(float(old), newer, self._rule.size(steps))
+                excess = newer + old
+                excess -= self._rule.size(steps)
+                if excess[0] < 0.0:
+                    excess *= excess > 0.0
+                g = root(float(old), newer, excess)
                 np.divide(1.0 - g, newer, newer)
                 sums *= newer[:, None]
                 if real_numbers:

@@ -93,7 +93,7 @@ class DecayedStorage(TailAverage, rules=(Exponential,)):
             self._plan = plan
             self._factors, self._of_mean, self._of_sum = (part.tolist() for part in plan)
         due = self._folded + len(self._factors) if self._nan_policy == "propagate" else -1
-        self._floats_until = due if self._plain else -1
+        self._floats_until = due if self._plain and self._dtype == np.float64 else -1
         self._arrays_until = due if not self._plain else -1
 
     def update(self, x: Any) -> None:
