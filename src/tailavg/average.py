@@ -410,8 +410,8 @@ def _numbers(x: Any, what: str) -> Array:
             f"{what}: expected numbers, got a masked array; fill it with NaN and see nan_policy"
         )
     try:
-        array = np.asarray(x)
-    except ValueError as error:
+        array = np.asarray(float(x) if isinstance(x, int) else x)
+    except (ValueError, OverflowError) as error:
         raise ValueError(
             f"{what}: expected arrays of one shape, got {type(x).__name__}: {error}"
         ) from error

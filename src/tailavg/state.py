@@ -118,7 +118,7 @@ def check(state: Any) -> None:
         value = state[key]
         if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
             raise ValueError(f"state: {key}: got {value!r} of type {type(value).__name__}")
-    if np.ndim(state["blocks"]) == 0:
+    if isinstance(state["blocks"], np.ndarray) and not state["blocks"].ndim:
         raise ValueError(f"state: blocks: expected a sequence, got {state['blocks']!r}")
     if not all(isinstance(start, int) and not isinstance(start, bool) for start in state["starts"]):
         raise ValueError(f"state: starts: expected a list of ints, got {state['starts']!r}")

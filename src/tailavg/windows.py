@@ -137,8 +137,16 @@ class Growing:
             t - start < share * (1.0 - TIE) * t if share < 0.5 else t * rest < start
         ):
             t += 1
-        if self.at_most is not None:
-            t = min(t, Fixed(self.at_most).filled_at(start, parts))
+        if self.at_most is not None and t >= self._capped_from:
+            t = max(self._capped_from, Fixed(self.at_most).filled_at(start, parts))
+        return t
+
+    @cached_property
+    def _capped_from(self) -> int:
+        """The first step at which the window has reached its cap: it is a fixed one from there."""
+        t = max(1, math.floor(self._most / self.c) - 1)
+        while self.size(t) < self._most:
+            t += 1
         return t
 
 

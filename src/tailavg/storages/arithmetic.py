@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -92,7 +93,9 @@ def running_sums(x: Array, start: float = 0.0) -> Array:
     rows = pieces.reshape(-1, _PIECE + 1)
     with np.errstate(invalid="ignore", over="ignore"):
         totals = (rows @ _ONES).reshape(n, -1)
-    if not np.isfinite(totals).all():  # a zero of the triangle must not meet an infinity
+    if not (
+        np.isfinite(totals).all() and math.isfinite(start)
+    ):  # a zero of the triangle must not meet an infinity
         return start + np.cumsum(x, axis=1, dtype=np.float64)
     totals[:, 0] += start
     pieces[:, 0, 0] = start

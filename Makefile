@@ -1,0 +1,39 @@
+# Everything happens in .venv, which is made on first use. Each stamp is a set of packages.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+STAMPS := .venv/stamps
+
+.PHONY: demo test lint types docs figures bench clean
+
+demo: $(STAMPS)/plot
+	$(BIN)/python examples/demo.py
+
+test: $(STAMPS)/test
+	$(BIN)/python -m pytest --numprocesses auto
+
+lint: $(STAMPS)/lint
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+docs: $(STAMPS)/docs
+	$(BIN)/mkdocs build --strict --quiet
+
+figures: $(STAMPS)/plot  ## draw the figures of the documentation anew
+	$(BIN)/python docs/figures.py
+
+bench: $(STAMPS)/bench
+	$(BIN)/python benchmarks/core.py
+
+clean:
+	rm -rf .venv site
+
+$(STAMPS):
+	$(PYTHON) -m venv .venv
+	mkdir -p $(STAMPS)
+
+$(STAMPS)/%: pyproject.toml constraints.txt | $(STAMPS)
+	$(PIP) --editable ".[$*]"
+	touch $@

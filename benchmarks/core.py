@@ -1,0 +1,233 @@
+"""The core against its peers: `make bench`.
+
+    python benchmarks/core.py [--rounds 7]
+
+Every group is one interleaved run: its candidates take turns, round after round, and the best
+round of each counts. Ratios are against the peer named in the group; smaller is faster. The rows
+go to results/core.csv, and as a table to results/core.md for the documentation.
+"""
+
+import argparse
+import csv
+import gc
+import platform
+import sys
+import tracemalloc
+import warnings
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter_ns
+
+import bottleneck
+import numpy as np
+import pandas as pd
+import polars as pl
+import river
+from river import stats, utils
+
+from tailavg import AnytimeWindow, Exponential, TailAverage
+
+RESULTS = Path(__file__).parent / "results"
+SCALARS = np.random.default_rng(0).random(100_000).tolist()
+LONG = np.random.default_rng(1).random(10**7)
+Candidate = tuple[str, Callable[[], object], int]  # name, what is timed, items it handles
+
+
+class DequeMean:
+    """The mean of the last k numbers, as one writes it by hand: it adds and subtracts."""
+
+    def __init__(self, k: int) -> None:
+        self.window: deque[float] = deque(maxlen=k)
+        self.sum = 0.0
+
+    def update(self, x: float) -> None:
+        if len(self.window) == self.window.maxlen:
+            self.sum -= self.window[0]
+        self.window.append(x)
+        self.sum += x
+
+    def get(self) -> float:
+        return self.sum / len(self.window)
+
+
+def rolling(k: int) -> utils.Rolling:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it warns that an instance will have to be a class
+        return utils.Rolling(stats.Mean(), k)
+
+
+def updates(name: str, make: Callable[[], object]) -> Candidate:
+    def run() -> None:
+        average = make()
+        for x in SCALARS:
+            average.update(x)
+
+    return name, run, len(SCALARS)
+
+
+def updates_and_reads(name: str, make: Callable[[], object], read: str) -> Candidate:
+    # written out, since a read through getattr would be timed too
+    def run_get() -> None:
+        average = make()
+        for x in SCALARS:
+            average.update(x)
+            average.get()
+
+    def run_value() -> None:
+        average = make()
+        for x in SCALARS:
+            average.update(x)
+            average.value()
+
+    return name, run_get if read == "get" else run_value, len(SCALARS)
+
+
+def over(name: str, run: Callable[[], object]) -> Candidate:
+    return name, run, len(LONG)
+
+
+def array_group(size: int) -> list[Candidate]:
+    """In-place additions of an array, many to a round, after the start of the stream."""
+    x, total = np.ones(size), np.zeros(size)
+    repeats = max(20, 10**7 // size // 10)
+    averages = {"k = 1,000": TailAverage(1000), "c = 0.25": TailAverage(0.25)}
+    averages["exponential, c = 0.25"] = TailAverage(Exponential(0.25))
+
+    def add() -> None:
+        for _ in range(repeats):
+            np.add(total, x, out=total)
+
+    def update_of(average: TailAverage) -> Callable[[], None]:
+        average.update_many(np.ones((300, size)) if size <= 10**5 else np.ones((20, size)))
+        average.update_many(np.broadcast_to(x, (500, size)))
+
+        def run() -> None:
+            for _ in range(repeats):
+                average.update(x)
+
+        return run
+
+    rows: list[Candidate] = [("numpy.add(a, x, out=a)", add, repeats)]
+    return rows + [(f"update, {name}", update_of(a), repeats) for name, a in averages.items()]
+
+
+def groups() -> dict[str, list[Candidate]]:
+    """By name, with the peer first."""
+    series, frame = pd.Series(LONG), pl.Series(LONG)
+    found = {
+        "update, a number": [
+            updates("river stats.Mean", stats.Mean),
+            updates("river stats.EWMean", lambda: stats.EWMean(0.002)),
+            updates("k = 1,000", lambda: TailAverage(1000)),
+            updates("c = 0.25", lambda: TailAverage(0.25)),
+            updates("exponential, k = 1,000", lambda: TailAverage(Exponential(1000))),
+            updates("exponential, c = 0.25", lambda: TailAverage(Exponential(0.25))),
+        ],
+        "update and read, a number": [
+            updates_and_reads("river Rolling(Mean, 1,000)", lambda: rolling(1000), "get"),
+            updates_and_reads("deque and a sum, 1,000", lambda: DequeMean(1000), "get"),
+            updates_and_reads("river stats.Mean", stats.Mean, "get"),
+            updates_and_reads("k = 1,000", lambda: TailAverage(1000), "value"),
+            updates_and_reads("c = 0.25", lambda: TailAverage(0.25), "value"),
+            updates_and_reads(
+                "exponential, k = 1,000", lambda: TailAverage(Exponential(1000)), "value"
+            ),
+            updates_and_reads(
+                "exponential, c = 0.25", lambda: TailAverage(Exponential(0.25)), "value"
+            ),
+        ],
+        "update_many, 10⁷ numbers": [
+            over("numpy.add.reduce", lambda: np.add.reduce(LONG)),
+            over("k = 1,000", lambda: TailAverage(1000).update_many(LONG)),
+            over("c = 0.25", lambda: TailAverage(0.25).update_many(LONG)),
+            over("c = 1.0", lambda: TailAverage(1.0).update_many(LONG)),
+            over(
+                "exponential, k = 1,000", lambda: TailAverage(Exponential(1000)).update_many(LONG)
+            ),
+            over("exponential, c = 0.25", lambda: TailAverage(Exponential(0.25)).update_many(LONG)),
+        ],
+    }
+    for k in (10, 1000, 100_000):
+        found[f"scan, 10⁷ numbers, k = {k:,}"] = [
+            over("pandas rolling.mean", lambda k=k: series.rolling(k).mean()),
+            over("polars rolling_mean", lambda k=k: frame.rolling_mean(k)),
+            over("bottleneck move_mean", lambda k=k: bottleneck.move_mean(LONG, k)),
+            over("pandas ewm.mean", lambda k=k: series.ewm(alpha=2 / (k + 1)).mean()),
+            over("anytime window", lambda k=k: TailAverage(k).scan(LONG)),
+            over("exponential", lambda k=k: TailAverage(Exponential(k)).scan(LONG)),
+        ]
+    found["scan, 10⁷ numbers, c = 0.25"] = [
+        over("pandas rolling.mean, 1,000", lambda: series.rolling(1000).mean()),
+        over("polars rolling_mean, 1,000", lambda: frame.rolling_mean(1000)),
+        over("anytime window", lambda: TailAverage(0.25).scan(LONG)),
+        over("exponential", lambda: TailAverage(Exponential(0.25)).scan(LONG)),
+    ]
+    for size in (100, 10_000, 1_000_000):
+        found[f"update, an array of {size:,}"] = array_group(size)
+    found["update, a number, by window"] = [
+        updates(f"k = 10^{power}", lambda power=power: TailAverage(10**power))
+        for power in range(1, 8)
+    ]
+    return found
+
+
+def bytes_held(k: int) -> int:
+    """What an average of 1,000 numbers holds after 3 k updates, by tracemalloc."""
+    gc.collect()
+    tracemalloc.start()
+    average = TailAverage(AnytimeWindow(k))
+    sample = np.ones(1000)
+    average.update(sample)
+    average.update_many(np.broadcast_to(sample, (min(3 * k, 3 * 10**5), 1000)))
+    for _ in range(10):
+        average.update(sample)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return held
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=7, help="rounds of each group (%(default)s)")
+    rounds = parser.parse_args().rounds
+    rows = []
+    for group, candidates in groups().items():
+        best = dict.fromkeys((name for name, _, _ in candidates), float("inf"))
+        for _ in range(rounds):
+            for name, run, items in candidates:
+                start = perf_counter_ns()
+                run()
+                best[name] = min(best[name], (perf_counter_ns() - start) / items)
+        peer = candidates[0][0]
+        for name, took in best.items():
+            rows.append([group, name, f"{took:.4g}", f"{took / best[peer]:.3g}"])
+            print(f"{group:32} {name:32} {took:12.4g} ns  {took / best[peer]:6.3g} × {peer}")
+    for power in range(1, 6):
+        rows.append(
+            ["bytes held, 1,000 numbers each", f"k = 10^{power}", bytes_held(10**power), ""]
+        )
+        print(*rows[-1])
+    RESULTS.mkdir(exist_ok=True)
+    with (RESULTS / "core.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["group", "candidate", "ns or bytes", "ratio to the first"])
+        writer.writerows(rows)
+    versions = (
+        f"Python {platform.python_version()}, NumPy {np.__version__}, river {river.__version__}, "
+        f"pandas {pd.__version__}, polars {pl.__version__}, bottleneck {bottleneck.__version__}"
+    )
+    table = ["| | ns each | ratio |", "| --- | ---: | ---: |"]
+    seen = ""
+    for group, name, took, ratio in rows:
+        if group != seen:
+            table.append(f"| **{group}** | | |")
+            seen = group
+        table.append(f"| {name} | {took} | {ratio} |")
+    text = f"{versions}; best of {rounds} interleaved rounds.\n\n" + "\n".join(table) + "\n"
+    (RESULTS / "core.md").write_text(text)
+    print(f"\nkept in {RESULTS / 'core.csv'}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""The paper's other strategy: as much weight as the variance allows to the newest block.
+
+    python examples/newest_block.py
+
+For a fixed window, over one turn of the blocks, prints the mean age of the samples (by weight) and
+the oldest age, under that strategy and under ours, the least weight to the oldest block. Both have
+the variance of k samples at every step.
+"""
+
+import numpy as np
+
+from tailavg import AnytimeWindow, TailAverage
+from tailavg.rules import join
+
+K, STEPS = 600, 6000
+
+
+def newest_block_weights(sizes: list[int], k: int) -> np.ndarray:
+    """Per sample, oldest first: the newest block alone against all older ones pooled."""
+    *older, newest = sizes
+    old = sum(older)
+    if old + newest <= k:
+        return np.full(old + newest, 1 / (old + newest))
+    if newest >= k:
+        return np.concatenate([np.zeros(old), np.full(newest, 1 / newest)])
+    g = join(old, newest, k)
+    return np.concatenate([np.full(old, g / old), np.full(newest, (1 - g) / newest)])
+
+
+def main() -> None:
+    """Print a table."""
+    print(f"fixed window, k = {K}: ages over one turn, as fractions of k\n")
+    print(f"{'':14}{'least to the oldest':>28}{'most to the newest':>28}")
+    print(f"{'accumulators':14}" + f"{'mean age':>14}{'oldest age':>14}" * 2)
+    for accumulators in (2, 3, 4, 6):
+        average = TailAverage(AnytimeWindow(K, accumulators))
+        average.update_many(np.zeros(STEPS))
+        ages = []
+        for _ in range(K // (accumulators - 1)):
+            average.update(0.0)
+            profile = average.profile()
+            starts = average.state_dict()["starts"]
+            weights = newest_block_weights(np.diff([*starts, average.count]).tolist(), K)
+            assert np.isclose(1 / np.sum(weights**2), K)
+            age = np.arange(len(weights))[::-1]
+            held = age[weights > 0].max()
+            ages.append([profile.mean_age, profile.oldest_age, weights @ age, held])
+        mean, oldest = np.mean(ages, axis=0) / K, np.max(ages, axis=0) / K
+        print(f"{accumulators:<14}{mean[0]:14.3f}{oldest[1]:14.3f}{mean[2]:14.3f}{oldest[3]:14.3f}")
+
+
+if __name__ == "__main__":
+    main()

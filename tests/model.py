@@ -1,0 +1,144 @@
+"""A slow and obvious model of every average: which samples it holds, and what each weighs.
+
+It is written from the paper and shares no code with the library; of a rule and its window it only
+reads the fields. Samples are numbered from 0, so sample t - 1 is the newest at step t.
+"""
+
+import math
+from collections.abc import Iterator
+from fractions import Fraction
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+TIE = 1e-12
+
+
+def reaches(count: int, goal: float) -> bool:
+    return count >= goal * (1 - TIE)
+
+
+def ceiling(x: float) -> int:
+    return round(x) if abs(x - round(x)) <= TIE * x else math.ceil(x)
+
+
+class Window(NamedTuple):
+    """A growing window of fraction `c` and at most `most` samples; a fixed one has no `c`."""
+
+    c: float | None
+    most: float
+
+    @classmethod
+    def of(cls, window):
+        if hasattr(window, "k"):
+            return cls(None, window.k)
+        return cls(window.c, math.inf if window.at_most is None else window.at_most)
+
+    def size(self, t: int) -> float:
+        k = self.most if self.c is None else min(max(1.0, self.c * t), self.most)
+        return round(k) if abs(k - round(k)) <= TIE * k else k
+
+    def samples(self, t: int) -> int:
+        return min(t, ceiling(self.size(t)))
+
+    def share(self, t: int, z: int) -> float:
+        if self.size(t) == self.most:
+            return self.most / z
+        return (1 - (1 - self.c) ** (1 / z)) * t
+
+
+def smaller_root(old: float, new: float, k: float) -> float:
+    """Of g²/old + (1-g)²/new = 1/k, in exact arithmetic but for the square root."""
+    old, new, k = Fraction(old), Fraction(new), Fraction(k)
+    a, half_b, c = 1 / old + 1 / new, -1 / new, 1 / new - 1 / k
+    return float((-half_b - Fraction(math.sqrt(half_b**2 - a * c))) / a)
+
+
+class Blocks:
+    """An anytime window: the oldest list of samples first, the one that takes new samples last."""
+
+    def __init__(self, rule):
+        self.window = Window.of(rule.window)
+        self.z = rule.accumulators - 1
+        self.paper = rule.turns == "paper"
+        self.blocks: list[list[int]] = [[]]
+        self.t = 0
+
+    def add(self) -> None:
+        if self._is_full():
+            self.blocks = [*self.blocks, []][-(self.z + 1) :]
+        self.blocks[-1].append(self.t)
+        self.t += 1
+
+    def _is_full(self) -> bool:
+        """Whether the blocks turn before the next sample comes."""
+        if not self.t:
+            return False
+        has_share = reaches(len(self.blocks[-1]), self.window.share(self.t, self.z))
+        if self.paper and self.window.c is None:
+            return has_share
+        newer = sum(len(block) for block in self.blocks[1:])
+        spare = len(self.blocks) <= self.z or reaches(newer, self.window.size(self.t))
+        return spare if self.paper else spare and has_share
+
+    def starts(self) -> list[int]:
+        return [block[0] for block in self.blocks]
+
+    def alpha(self) -> np.ndarray:
+        k = self.window.size(self.t)
+        alpha = np.zeros(self.t)
+        newer: list[int] = []
+        for block in reversed(self.blocks):
+            if len(newer) >= k:
+                break
+            if len(newer) + len(block) > k and newer:
+                g = smaller_root(len(block), len(newer), k)
+                alpha[block] = g / len(block)
+                alpha[newer] = (1 - g) / len(newer)
+                return alpha
+            newer = block + newer
+        alpha[newer] = 1 / len(newer)
+        return alpha
+
+
+def alphas(rule) -> Iterator[np.ndarray]:
+    """The weights of all samples at step 1, 2, …"""
+    window = Window.of(rule.window)
+    kind = type(rule).__name__
+    alpha, n = np.zeros(0), 0.0
+    blocks = Blocks(rule) if kind == "AnytimeWindow" else None
+    first = rule.total - window.samples(rule.total) if kind == "RawTail" else 0
+    t = 0
+    while True:
+        t += 1
+        if blocks:
+            blocks.add()
+            alpha = blocks.alpha()
+        elif kind == "Exponential":
+            before, n = n, min(n + 1, window.size(t))
+            g = smaller_root(before, 1, n) if n > 1 else 0.0
+            alpha = np.append(g * alpha, 1 - g)
+        else:
+            held = window.samples(t) if kind == "ExactWindow" else max(1, t - first)
+            alpha = np.repeat([0.0, 1 / held], [t - held, held])
+        yield alpha
+
+
+@lru_cache(maxsize=64)
+def weight_matrix(rule, steps: int) -> np.ndarray:
+    """Row t - 1 has the weights at step t; the samples still to come weigh 0."""
+    matrix = np.zeros((steps, steps))
+    for row, alpha in zip(matrix, alphas(rule), strict=False):
+        row[: len(alpha)] = alpha
+    return matrix
+
+
+def averages(matrix: np.ndarray, xs: np.ndarray) -> np.ndarray:
+    """The weighted sums; a sample without weight does not count, be it NaN or infinite."""
+    flat = xs.reshape(len(xs), -1).astype(np.result_type(xs, np.float64))
+    finite = np.isfinite(flat)
+    sums = matrix @ np.where(finite, flat, 0)
+    for row, column in zip(*np.nonzero(~finite), strict=True):
+        sums[matrix[:, row] > 0, column] += flat[row, column]
+    return sums.reshape(len(matrix), *xs.shape[1:])

@@ -1,0 +1,232 @@
+"""Numerics: long streams, large offsets, and accumulators of few digits."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from cases import short
+from tailavg import AnytimeWindow, ExactWindow, Exponential, Growing, RawTail, TailAverage
+from tailavg.rules import read
+from tailavg.schedule import advance
+
+OFFSET = 1e8
+LONG = 10**7
+WINDOWS = [1000, 250_000, 0.25, Growing(0.25, at_most=100_000)]
+
+
+def truth(rule, xs, steps):
+    """The averages of samples that are near 0, at some steps, in float64."""
+    xs = xs.astype(float)
+    if isinstance(rule, Exponential):
+        values, average = [], 0.0
+        for start, end in pairwise([0, *steps]):
+            decays = rule.decay(np.arange(start + 1, end + 1))
+            kept = np.append(np.cumprod(decays[::-1])[::-1], 1.0)  # of each sample, to the end
+            average = kept[0] * average + ((1 - decays) * kept[1:]) @ xs[start:end]
+            values.append(average)
+        return np.array(values)
+    sums = np.concatenate([np.zeros_like(xs[:1]), np.cumsum(xs, axis=0)])
+    values, starts = [], [0]
+    for t in steps:
+        if isinstance(rule, ExactWindow):
+            blocks, weights = [(t - rule.samples(t), t)], [1.0]
+        else:
+            starts = advance(rule, starts, t)
+            blocks = list(pairwise([*starts, t]))
+            weights = read([end - start for start, end in blocks], rule.size(t))
+        means = [(sums[end] - sums[start]) / (end - start) for start, end in blocks]
+        values.append(sum(w * mean for w, mean in zip(weights, means, strict=True)))
+    return np.array(values)
+
+
+def noise_and_steps(rule, steps, every):
+    noise = np.random.default_rng(0).normal(size=steps)
+    noise = (OFFSET + noise) - OFFSET  # what is left of it beside the offset
+    at = [1, 2, 3, *range(every, steps, every), steps]
+    return noise, at, truth(rule, noise, at)
+
+
+RULES = [
+    *map(AnytimeWindow, WINDOWS),
+    AnytimeWindow(250_000, 2),
+    AnytimeWindow(0.5, 7),
+    AnytimeWindow(0.25, turns="paper"),
+    RawTail(1.0, total=LONG),
+    Exponential(250_000),
+    Exponential(0.25),
+]
+long_rules = pytest.mark.parametrize("rule", RULES, ids=short)
+
+
+@long_rules
+def test_ten_million_samples_in_chunks_keep_12_digits_beside_a_large_offset(rule):
+    noise, steps, expected = noise_and_steps(rule, LONG, 99_991)
+    xs = OFFSET + noise
+    for method in ("update_many", "scan"):
+        average, values = TailAverage(rule), []
+        for start, end in pairwise([0, *steps]):
+            got = getattr(average, method)(xs[start:end])
+            values.append(average.value())
+            assert got is None or abs(got[-1] - values[-1]) <= 1e-12 * OFFSET
+        np.testing.assert_allclose(np.array(values), OFFSET + expected, rtol=1e-12)
+
+
+@long_rules
+def test_ten_million_times_the_same_number_is_that_number(rule):
+    constant = OFFSET + 0.1
+    for method in ("update_many", "scan"):
+        average = TailAverage(rule)
+        for size in (1, 77, 10**6 - 78, *[3 * 10**6] * 3):
+            got = getattr(average, method)(np.full(size, constant))
+            assert abs(average.value() / constant - 1) < 1e-12
+            assert got is None or np.abs(got / constant - 1).max() < 1e-12
+        assert average.count == LONG
+
+
+@long_rules
+def test_a_million_samples_one_by_one_keep_12_digits_beside_a_large_offset(rule):
+    noise, steps, expected = noise_and_steps(rule, 10**6, 9973)
+    average, constant, values = TailAverage(rule), TailAverage(rule), []
+    for start, end in pairwise([0, *steps]):
+        for x in (OFFSET + noise[start:end]).tolist():
+            average.update(x)
+            constant.update(OFFSET + 0.1)
+        values.append(average.value())
+        assert abs(constant.value() / (OFFSET + 0.1) - 1) < 1e-12
+    np.testing.assert_allclose(values, OFFSET + expected, rtol=1e-12)
+
+
+def test_ten_million_samples_one_by_one_keep_12_digits_beside_a_large_offset():
+    rule = AnytimeWindow(0.25)
+    noise, steps, expected = noise_and_steps(rule, LONG, 99_991)
+    average, values = TailAverage(rule), []
+    for start, end in pairwise([0, *steps]):
+        for x in (OFFSET + noise[start:end]).tolist():
+            average.update(x)
+        values.append(average.value())
+    np.testing.assert_allclose(values, OFFSET + expected, rtol=1e-12)
+
+
+@pytest.fixture(scope="module")
+def hard_for_float32():
+    """A constant, a slow random walk, and three kinds of noise, a column each."""
+    rng, steps = np.random.default_rng(1), 10**6
+    columns = [
+        np.full(steps, 0.1),
+        1 + np.cumsum(rng.normal(size=steps)) * 1e-5,
+        1 + 1e-3 * rng.normal(size=steps),
+        rng.normal(1, 1, steps),
+        rng.normal(10, 0.1, steps),
+        1 + np.arange(steps) / steps,
+    ]
+    return np.stack(columns, axis=1).astype(np.float32)
+
+
+def scales(xs):
+    return np.sqrt((xs.astype(float) ** 2).mean(axis=0))
+
+
+FLOAT32 = [
+    (AnytimeWindow(250_000), 1e-5),
+    (AnytimeWindow(250_000, 2), 1e-5),
+    (AnytimeWindow(250_000, 9), 1e-5),
+    (AnytimeWindow(0.25), 1e-5),
+    (AnytimeWindow(0.9, 2), 1e-5),
+    (RawTail(1.0, total=10**6), 1e-5),
+    (Exponential(250_000), 1e-4),
+    (Exponential(0.25), 1e-4),
+]
+float32_rules = pytest.mark.parametrize(("rule", "tolerance"), FLOAT32, ids=short)
+
+
+@float32_rules
+def test_a_million_float32_samples_one_by_one_keep_their_digits(rule, tolerance, hard_for_float32):
+    xs = hard_for_float32
+    steps = [1, 10, 255, 256, 257, *range(1009, len(xs), 1009), len(xs)]
+    average, values = TailAverage(rule), []
+    for start, end in pairwise([0, *steps]):
+        for x in xs[start:end]:
+            average.update(x)
+        values.append(average.value())
+    assert average.dtype == np.float32
+    errors = np.abs(np.array(values) - truth(rule, xs, steps)) / scales(xs)
+    assert errors.max(axis=0) == pytest.approx(np.zeros(xs.shape[1]), abs=tolerance)
+
+
+@float32_rules
+@pytest.mark.parametrize("method", ["update_many", "scan"])
+def test_a_million_float32_samples_in_chunks_keep_their_digits(
+    rule, tolerance, hard_for_float32, method
+):
+    xs = hard_for_float32
+    steps = [1, 300, *range(1000, len(xs), 40_009), len(xs)]
+    average, values = TailAverage(rule), []
+    for start, end in pairwise([0, *steps]):
+        got = getattr(average, method)(xs[start:end])
+        values.append(average.value() if got is None else got[-1])
+    errors = np.abs(np.array(values) - truth(rule, xs, steps)) / scales(xs)
+    assert errors.max(axis=0) == pytest.approx(np.zeros(xs.shape[1]), abs=tolerance)
+
+
+@pytest.mark.parametrize(("rule", "tolerance"), [FLOAT32[0], FLOAT32[3], FLOAT32[6]], ids=short)
+def test_numbers_can_be_held_in_float32_too(rule, tolerance):
+    xs = np.full(300_000, 0.1, np.float32)
+    average = TailAverage(rule, dtype=np.float32)
+    for x in xs.tolist():
+        average.update(x)
+    assert average.value() == pytest.approx(0.1, rel=tolerance)
+
+
+@pytest.mark.parametrize(
+    "rule", [AnytimeWindow(50_000), Exponential(50_000), ExactWindow(5000)], ids=short
+)
+def test_float16_samples_are_accumulated_in_float32(rule):
+    xs = np.random.default_rng(2).normal(100, 1, (200_000, 2)).astype(np.float16)
+    steps = [1, 1000, 77_777, 200_000]
+    average, values = TailAverage(rule), []
+    for start, end in pairwise([0, *steps]):
+        for x in xs[start:end]:
+            average.update(x)
+        values.append(average.value())
+    assert average.dtype == np.float32
+    np.testing.assert_allclose(values, truth(rule, xs, steps), rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [10, 0.3, Growing(0.5, at_most=40)], ids=str)
+def test_exact_window_forgets_a_huge_sample_altogether(window):
+    rule = ExactWindow(window)
+    xs = np.random.default_rng(3).random(3000)
+    clean = TailAverage(rule).scan(xs)
+    xs[[5, 40, 41]] = 1e16, -1e300, 1e300
+    average = TailAverage(rule)
+    values = average.scan(xs)
+    gone = np.arange(1, 3001) - rule.samples(np.arange(1, 3001)) > 41
+    np.testing.assert_allclose(values[gone], clean[gone], rtol=1e-15)
+    assert average.value() == pytest.approx(clean[-1], rel=1e-15)
+
+
+@pytest.mark.parametrize(
+    "rule", [AnytimeWindow(10), AnytimeWindow(100, 5), AnytimeWindow(0.3)], ids=short
+)
+def test_an_anytime_window_forgets_a_huge_sample_with_its_block(rule):
+    xs = np.random.default_rng(4).random(3000)
+    clean = TailAverage(rule).scan(xs)
+    xs[40] = 1e16
+    average, added = TailAverage(rule), TailAverage(rule)
+    values = average.scan(xs)
+    added.update_many(xs)
+    np.testing.assert_allclose(values[-2000:], clean[-2000:], rtol=1e-12)
+    assert added.value() == pytest.approx(clean[-1], rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "rule", [AnytimeWindow(7), AnytimeWindow(0.3), ExactWindow(7), Exponential(7)], ids=short
+)
+def test_samples_near_the_ends_of_float64_are_averaged(rule):
+    for x in (5e-324, 1e-308, 1e290):
+        average = TailAverage(rule)
+        average.update_many(np.full(100, x))
+        for _ in range(100):
+            average.update(x)
+        assert average.value() == pytest.approx(x, rel=1e-12, abs=1e-323)
