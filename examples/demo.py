@@ -9,14 +9,13 @@ the fall and averages the noise away once it is over.
 import sys
 from pathlib import Path
 
-import matplotlib as mpl
 import numpy as np
+from matplotlib import pyplot as plt
 
 from tailavg import ExactWindow, Exponential, RawTail, TailAverage
 
-mpl.use("Agg")
-from matplotlib import pyplot as plt
 
+plt.switch_backend("Agg")
 plt.style.use("tableau-colorblind10")
 
 STEPS, RUNS, C = 4000, 200, 0.5

@@ -42,7 +42,7 @@ def join(old: Any, new: Any, k: Any) -> Any:
     (0.3333333333333333, 0.75, 0.0)
     """
     excess = old + new - k
-    return (new < k) * root(old, new, (excess > 0) * excess)
+    return abs((new < k) * root(old, new, (excess > 0) * excess))  # 0.0, not -0.0
 
 
 def read(sizes: Sequence[Any], k: Any) -> list[Any]:
