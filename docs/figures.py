@@ -7,7 +7,6 @@ from matplotlib import pyplot as plt
 
 from tailavg import AnytimeWindow, ExactWindow, Exponential, TailAverage
 
-
 plt.switch_backend("Agg")
 plt.style.use("tableau-colorblind10")
 plt.rcParams["svg.hashsalt"] = "tailavg"  # the same file from the same data

@@ -14,7 +14,6 @@ from matplotlib import pyplot as plt
 
 from tailavg import ExactWindow, Exponential, RawTail, TailAverage
 
-
 plt.switch_backend("Agg")
 plt.style.use("tableau-colorblind10")
 

@@ -46,12 +46,22 @@ class TailAverage:
     3.5
     """
 
-    __slots__ = ("_count", "_dtype", "_nan_policy", "_plain", "_rule", "_scalar", "_shape")
+    __slots__ = (
+        "_count",
+        "_dtype",
+        "_floats",
+        "_nan_policy",
+        "_plain",
+        "_rule",
+        "_scalar",
+        "_shape",
+    )
 
     _storages: ClassVar[dict[type, type[TailAverage]]] = {}
 
     _count: int
     _dtype: np.dtype[Any] | None
+    _floats: bool  # whether they are held as Python floats
     _nan_policy: NanPolicy
     _plain: bool  # whether samples are held as Python numbers
     _rule: Rule
@@ -82,7 +92,7 @@ class TailAverage:
         self._rule = as_rule(rule)
         self._nan_policy = nan_policy
         self._dtype = None if dtype is None else _accumulator_dtype(np.dtype(dtype))
-        self._scalar = self._plain = True
+        self._scalar = self._plain = self._floats = True
         self._shape = ()
         self._count = 0
         self._reset()
@@ -399,7 +409,8 @@ class TailAverage:
         if self._dtype is None:
             wide = dtype.kind in "biu" or scalar
             self._dtype = np.result_type(dtype, np.float64 if wide else np.float32)
-        self._plain = scalar and self._dtype in (np.float64, np.complex128)
+        self._floats = scalar and self._dtype == np.float64
+        self._plain = self._floats or (scalar and self._dtype == np.complex128)
         self._start()
 
 

@@ -97,7 +97,7 @@ class Growing:
         if not exact:
             k = k + (abs(np.rint(k) - k) <= TIE * k) * (np.rint(k) - k)
         if isinstance(t, np.ndarray):
-            return np.clip(k, 1.0, self._most)
+            return np.clip(k, 1.0, self._most, out=k)
         return 1.0 if k < 1.0 else self._most if k > self._most else float(k)
 
     @cached_property

@@ -67,8 +67,8 @@ class BlockStorage(TailAverage, rules=(AnytimeWindow, RawTail)):
     def _schedule(self) -> None:
         """Look up when the next event is due, after the last one."""
         due = min(self._closes, self._folded + FOLD) if self._nan_policy == "propagate" else -1
-        self._floats_until = due if self._plain and self._dtype == np.float64 else -1
-        self._arrays_until = due if not self._plain else -1
+        self._floats_until = due if self._floats else -1
+        self._arrays_until = -1 if self._plain else due
         self._plan = (-1,)
 
     def _arrange(self, starts: list[int], means: list[Any]) -> None:
@@ -96,13 +96,14 @@ class BlockStorage(TailAverage, rules=(AnytimeWindow, RawTail)):
             self._sum += float(x)
             self._count = t + 1
             return
-        super().update(x)
+        TailAverage.update(self, x)
 
     def _add(self, x: Any) -> None:
         if self._count == self._closes:
             self._turn()
         elif self._count == self._folded + FOLD:
             self._fold()
+            self._schedule()
         if self._plain:
             self._sum += x
         else:
@@ -117,7 +118,6 @@ class BlockStorage(TailAverage, rules=(AnytimeWindow, RawTail)):
             self._means[-1] = mean if self._plain else np.asarray(mean, self._dtype)
             self._set_sum(lost)
             self._folded = self._count
-        self._schedule()
 
     def _held(self, row: Array) -> Any:
         """A row of a matrix of samples, as it is held."""
@@ -143,7 +143,7 @@ class BlockStorage(TailAverage, rules=(AnytimeWindow, RawTail)):
         plan = self._plan
         if t >= plan[0]:
             if not (self._plain and t):
-                return super().value()
+                return TailAverage.value(self)
             self._plan = plan = self._split(t)
         _, old, old_mean, since, folded, folded_mean = plan
         newer = t - since
@@ -260,17 +260,17 @@ class BlockStorage(TailAverage, rules=(AnytimeWindow, RawTail)):
                 sums *= newer[:, None]
                 if real_numbers:
                     g *= old_mean
-                    sums += g[:, None]
+                    np.add(sums, g[:, None], out[part])
                 else:
-                    sums += g[:, None] * np.reshape(old_mean, width)
+                    np.add(sums, g[:, None] * np.reshape(old_mean, width), out[part])
             else:
-                sums /= newer[:, None]
-            out[part] = sums
+                np.divide(sums, newer[:, None], out[part])
             done = part.stop
         self._count = t + len(rows)
         self._set_sum(self._sum + self._held(sum_rows(rows, self._dtype)))
         if self._count - self._folded >= FOLD:
             self._fold()
+        self._schedule()
 
     def _scan_blocks(self, rows: Array, out: Array) -> int:
         """Scan whole blocks of numbers, if from here on all are alike: their weights repeat.

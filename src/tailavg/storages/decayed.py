@@ -93,8 +93,8 @@ class DecayedStorage(TailAverage, rules=(Exponential,)):
             self._plan = plan
             self._factors, self._of_mean, self._of_sum = (part.tolist() for part in plan)
         due = self._folded + len(self._factors) if self._nan_policy == "propagate" else -1
-        self._floats_until = due if self._plain and self._dtype == np.float64 else -1
-        self._arrays_until = due if not self._plain else -1
+        self._floats_until = due if self._floats else -1
+        self._arrays_until = -1 if self._plain else due
 
     def update(self, x: Any) -> None:
         t = self._count
@@ -117,7 +117,7 @@ class DecayedStorage(TailAverage, rules=(Exponential,)):
             self._sum += float(x) * self._factors[t - self._folded]
             self._count = t + 1
             return
-        super().update(x)
+        TailAverage.update(self, x)
 
     def _add(self, x: Any) -> None:
         if self._count - self._folded == len(self._factors):

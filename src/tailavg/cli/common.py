@@ -1,0 +1,61 @@
+"""What commands share: how a rule is named, and how a mistake is told."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import NoReturn
+
+import typer
+
+from tailavg.rules import AnytimeWindow, ExactWindow, Exponential, Rule
+from tailavg.windows import Growing, Window, as_window
+
+__all__ = ["Method", "fail", "parse_rule", "parse_window"]
+
+FAILED = 1
+"""The exit code after bad data or a file that cannot be used; a wrong command line is 2."""
+
+
+class Method(StrEnum):
+    """The methods that need no more than a window."""
+
+    anytime = "anytime"
+    exponential = "exponential"
+    exact = "exact"
+
+
+def fail(message: str) -> NoReturn:
+    """End the command with a message on stderr and exit code 1."""
+    typer.echo(f"tailavg: {message}", err=True)
+    raise typer.Exit(FAILED)
+
+
+def parse_window(text: str, at_most: int | None = None) -> Window:
+    """The window that a word names: `100` the last hundred, `0.25` the last quarter.
+
+    >>> parse_window("1"), parse_window("1.0")
+    (Fixed(k=1), Growing(c=1.0, at_most=None))
+    """
+    try:
+        window = as_window(int(text) if text.strip().lstrip("+-").isdigit() else float(text))
+        if at_most is None:
+            return window
+        if not isinstance(window, Growing):
+            raise ValueError("--at-most goes with a fraction as --window")
+        return Growing(window.c, at_most)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def parse_rule(window: Window, method: Method, accumulators: int | None) -> Rule:
+    """The rule that options name."""
+    if method is not Method.anytime:
+        if accumulators is not None:
+            raise typer.BadParameter(f"--accumulators goes with --method anytime, not {method}")
+        return Exponential(window) if method is Method.exponential else ExactWindow(window)
+    try:
+        return (
+            AnytimeWindow(window) if accumulators is None else AnytimeWindow(window, accumulators)
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
