@@ -14,7 +14,7 @@ import numpy.typing as npt
 from tailavg import state as layout
 from tailavg.profile import Profile, dense_weights, profile
 from tailavg.rules import Rule, as_rule
-from tailavg.windows import Reals, Window
+from tailavg.windows import AnyWindow, Reals
 
 __all__ = ["TailAverage"]
 
@@ -36,14 +36,15 @@ class TailAverage:
     `nan_policy` is `"propagate"`, `"raise"`, or `"omit"`: a sample with any NaN in it is left
     out whole and not counted. Infinities are data.
 
-    >>> average = TailAverage(0.5)
-    >>> for x in [1.0, 2.0, 3.0, 4.0]:
-    ...     average.update(x)
-    ...     print(average.value())
-    1.0
-    2.0
-    2.7886751345948126
-    3.5
+    Examples:
+        >>> average = TailAverage(0.5)
+        >>> for x in [1.0, 2.0, 3.0, 4.0]:
+        ...     average.update(x)
+        ...     print(average.value())
+        1.0
+        2.0
+        2.7886751345948126
+        3.5
     """
 
     __slots__ = (
@@ -72,7 +73,7 @@ class TailAverage:
         """A storage names the types of rules that it serves."""
         TailAverage._storages.update(dict.fromkeys(rules, cls))
 
-    def __new__(cls, rule: int | float | Window | Rule, **_: Any) -> TailAverage:
+    def __new__(cls, rule: AnyWindow | Rule, **_: Any) -> TailAverage:
         """An average is an instance of the storage that serves its rule."""
         if cls is TailAverage:
             cls = cls._storages[type(as_rule(rule))]
@@ -80,7 +81,7 @@ class TailAverage:
 
     def __init__(
         self,
-        rule: int | float | Window | Rule,
+        rule: AnyWindow | Rule,
         *,
         dtype: npt.DTypeLike | None = None,
         nan_policy: NanPolicy = "propagate",
@@ -114,11 +115,12 @@ class TailAverage:
     def update(self, x: Any) -> None:
         """Take one sample: a number, or an array of the shape of the samples before.
 
-        >>> average = TailAverage(2)
-        >>> average.update([1.0, 10.0])
-        >>> average.update([3.0, 30.0])
-        >>> average.value()
-        array([ 2., 20.])
+        Examples:
+            >>> average = TailAverage(2)
+            >>> average.update([1.0, 10.0])
+            >>> average.update([3.0, 30.0])
+            >>> average.value()
+            array([ 2., 20.])
         """
         sample = self._take(x)
         if sample is not None:
@@ -127,9 +129,10 @@ class TailAverage:
     def value(self) -> Any:
         """The average now: a float, or a new array.
 
-        >>> TailAverage(100).value()
-        Traceback (most recent call last):
-        ValueError: value: expected at least one sample before the first read, got none
+        Examples:
+            >>> TailAverage(100).value()
+            Traceback (most recent call last):
+            ValueError: value: expected at least one sample before the first read, got none
         """
         self._require_a_sample("value")
         value = self._read()
@@ -138,10 +141,11 @@ class TailAverage:
     def update_many(self, xs: Any) -> None:
         """Take many samples, along the first axis: as `update` with each, but much faster.
 
-        >>> average = TailAverage(100)
-        >>> average.update_many(range(1000))
-        >>> average.value()
-        949.5
+        Examples:
+            >>> average = TailAverage(100)
+            >>> average.update_many(range(1000))
+            >>> average.value()
+            949.5
         """
         rows, _ = self._take_rows(xs)
         if len(rows):
@@ -150,8 +154,9 @@ class TailAverage:
     def scan(self, xs: Any) -> Array:
         """Take many samples, and return the average after each.
 
-        >>> TailAverage(2).scan([1.0, 3.0, 5.0, 7.0])
-        array([1., 2., 4., 6.])
+        Examples:
+            >>> TailAverage(2).scan([1.0, 3.0, 5.0, 7.0])
+            array([1., 2., 4., 6.])
         """
         before = self.value() if self._count else np.nan
         rows, kept = self._take_rows(xs)
@@ -192,31 +197,34 @@ class TailAverage:
     def size(self) -> float:
         """The size of the window, k_t: what was asked for. `profile` has what was got.
 
-        >>> average = TailAverage(0.25)
-        >>> average.update_many(range(1000))
-        >>> average.size
-        250.0
+        Examples:
+            >>> average = TailAverage(0.25)
+            >>> average.update_many(range(1000))
+            >>> average.size
+            250.0
         """
         return float(self._rule.size(self._count))
 
     def weights(self) -> Reals:
         """The weight of each of the `count` samples, oldest first.
 
-        >>> average = TailAverage(2)
-        >>> average.update_many([1.0, 3.0, 5.0])
-        >>> average.weights()
-        array([0. , 0.5, 0.5])
+        Examples:
+            >>> average = TailAverage(2)
+            >>> average.update_many([1.0, 3.0, 5.0])
+            >>> average.weights()
+            array([0. , 0.5, 0.5])
         """
         return dense_weights(self._rule, self._starts_now(), self._count)
 
     def profile(self) -> Profile:
         """A summary of the weights: effective size, mean age, oldest age.
 
-        >>> average = TailAverage(100)
-        >>> average.update_many(range(1000))
-        >>> average.profile()  # doctest: +NORMALIZE_WHITESPACE
-        Profile(count=1000, size=100.0, effective_size=100.0, mean_age=49.5,
-                oldest_age=99, accumulators=3)
+        Examples:
+            >>> average = TailAverage(100)
+            >>> average.update_many(range(1000))
+            >>> average.profile()  # doctest: +NORMALIZE_WHITESPACE
+            Profile(count=1000, size=100.0, effective_size=100.0, mean_age=49.5,
+                    oldest_age=99, accumulators=3)
         """
         self._require_a_sample("profile")
         return profile(self._rule, self._starts_now(), self._count)
@@ -224,12 +232,13 @@ class TailAverage:
     def state_dict(self) -> dict[str, Any]:
         """All there is to know, as plain data in the layout of `tailavg.state`.
 
-        >>> average = TailAverage(3)
-        >>> average.update_many([1.0, 2.0, 3.0, 4.0])
-        >>> resumed = TailAverage.from_state_dict(average.state_dict())
-        >>> resumed.update(5.0)
-        >>> resumed.value()
-        4.0
+        Examples:
+            >>> average = TailAverage(3)
+            >>> average.update_many([1.0, 2.0, 3.0, 4.0])
+            >>> resumed = TailAverage.from_state_dict(average.state_dict())
+            >>> resumed.update(5.0)
+            >>> resumed.value()
+            4.0
         """
         blocks: Any
         blocks, folded, partial = self._save()
@@ -313,13 +322,14 @@ class TailAverage:
     def load(cls, path: str | os.PathLike[str]) -> TailAverage:
         """The average that `save` wrote.
 
-        >>> import tempfile
-        >>> average = TailAverage(3)
-        >>> average.update(1.0)
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     average.save(f"{folder}/average.npz")
-        ...     TailAverage.load(f"{folder}/average.npz") == average
-        True
+        Examples:
+            >>> import tempfile
+            >>> average = TailAverage(3)
+            >>> average.update(1.0)
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     average.save(f"{folder}/average.npz")
+            ...     TailAverage.load(f"{folder}/average.npz") == average
+            True
         """
         return cls.from_state_dict(layout.read_file(path))
 

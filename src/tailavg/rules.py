@@ -17,9 +17,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tailavg.windows import NEVER, Fixed, Window, as_window, whole
+from tailavg.windows import NEVER, AnyWindow, Fixed, Window, as_window, whole
 
 __all__ = ["AnytimeWindow", "ExactWindow", "Exponential", "RawTail", "as_rule", "join", "read"]
+
+Turns = Literal["balanced", "paper"]
 
 
 def root(old: Any, new: Any, excess: Any) -> Any:
@@ -38,8 +40,9 @@ def join(old: Any, new: Any, k: Any) -> Any:
     Where there are no k samples yet, k is what there is (all weigh the same); where the new ones
     suffice, the old ones weigh nothing. Numbers or arrays: plain arithmetic, no branch.
 
-    >>> join(100, 50, 100), join(30, 10, 100), join(100, 100, 100)
-    (0.3333333333333333, 0.75, 0.0)
+    Examples:
+        >>> join(100, 50, 100), join(30, 10, 100), join(100, 100, 100)
+        (0.3333333333333333, 0.75, 0.0)
     """
     excess = old + new - k
     return abs((new < k) * root(old, new, (excess > 0) * excess))  # 0.0, not -0.0
@@ -51,8 +54,9 @@ def read(sizes: Sequence[Any], k: Any) -> list[Any]:
     A fold of `join`, newest first. Blocks count in full while they total less than k; the one
     that completes k gets what the variance asks; anything older gets 0.
 
-    >>> read([100, 40, 10], k=100)
-    [0.3333333333333333, 0.5333333333333334, 0.13333333333333333]
+    Examples:
+        >>> read([100, 40, 10], k=100)
+        [0.3333333333333333, 0.5333333333333334, 0.13333333333333333]
     """
     weights: list[Any] = []
     newer = 0
@@ -68,7 +72,7 @@ class _OfWindow:
 
     window: Window
 
-    def __init__(self, window: int | float | Window) -> None:
+    def __init__(self, window: AnyWindow) -> None:
         object.__setattr__(self, "window", as_window(window))
 
     def size(self, t: Any) -> Any:
@@ -88,14 +92,9 @@ class AnytimeWindow(_OfWindow):
 
     window: Window
     accumulators: int = 3
-    turns: Literal["balanced", "paper"] = "balanced"
+    turns: Turns = "balanced"
 
-    def __init__(
-        self,
-        window: int | float | Window,
-        accumulators: int = 3,
-        turns: Literal["balanced", "paper"] = "balanced",
-    ) -> None:
+    def __init__(self, window: AnyWindow, accumulators: int = 3, turns: Turns = "balanced") -> None:
         super().__init__(window)
         if turns not in ("balanced", "paper"):
             raise ValueError(f'turns: expected "balanced" or "paper", got {turns!r}')
@@ -120,8 +119,9 @@ class Exponential(_OfWindow):
 
     Its effective size is n_t = min(n_{t-1} + 1, k_t): the plain mean at first, then k_t.
 
-    >>> Exponential(100).decay(5000), (100 - 1) / (100 + 1)
-    (0.9801980198019802, 0.9801980198019802)
+    Examples:
+        >>> Exponential(100).decay(5000), (100 - 1) / (100 + 1)
+        (0.9801980198019802, 0.9801980198019802)
     """
 
     window: Window
@@ -132,8 +132,9 @@ class Exponential(_OfWindow):
 
         Drives the averages of other libraries: average = decay(t) * average + (1 - decay(t)) * x.
 
-        >>> [round(Exponential(0.5).decay(t), 3) for t in (1, 2, 10, 100, 1000)]
-        [0.0, 0.0, 0.696, 0.966, 0.997]
+        Examples:
+            >>> [round(Exponential(0.5).decay(t), 3) for t in (1, 2, 10, 100, 1000)]
+            [0.0, 0.0, 0.696, 0.966, 0.997]
         """
         least = np.minimum if isinstance(t, np.ndarray) else min
         return join(least(t - 1, self.window.size(t - 1)), 1.0, self.window.size(t))
@@ -148,8 +149,9 @@ class ExactWindow(_OfWindow):
     def samples(self, t: Any) -> Any:
         """How many samples are averaged at step t: the ceiling of k_t, or all there are.
 
-        >>> ExactWindow(0.07).samples(100), ExactWindow(0.07).samples(101)
-        (7, 8)
+        Examples:
+            >>> ExactWindow(0.07).samples(100), ExactWindow(0.07).samples(101)
+            (7, 8)
         """
         if isinstance(t, np.ndarray):
             return np.minimum(t, np.ceil(self.window.size(t))).astype(np.int64)
@@ -167,15 +169,14 @@ class RawTail(_OfWindow):
     total: int
     accumulators = 1
 
-    def __init__(self, window: int | float | Window, total: int) -> None:
+    def __init__(self, window: AnyWindow, total: int) -> None:
         super().__init__(window)
         object.__setattr__(self, "total", whole(total, "total"))
 
     @property
     def first(self) -> int:
         """How many samples come before the tail."""
-        tail: int = min(self.total, math.ceil(self.window.size(self.total)))
-        return self.total - tail
+        return self.total - int(min(self.total, math.ceil(self.window.size(self.total))))
 
     def size(self, t: Any) -> Any:
         """How many samples are averaged at step t."""
@@ -195,6 +196,6 @@ BlockRule = AnytimeWindow | RawTail
 Rule = BlockRule | Exponential | ExactWindow
 
 
-def as_rule(rule: int | float | Window | Rule) -> Rule:
+def as_rule(rule: AnyWindow | Rule) -> Rule:
     """A rule, or the window or number that stands for an `AnytimeWindow` over it."""
     return rule if isinstance(rule, Rule) else AnytimeWindow(rule)

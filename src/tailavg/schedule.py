@@ -18,9 +18,10 @@ __all__ = ["advance", "oldest_needed", "period", "turn"]
 def turn(rule: BlockRule, starts: Sequence[int], t: int) -> list[int]:
     """The blocks after the open one was closed at step t: the oldest makes room.
 
-    >>> from tailavg import AnytimeWindow
-    >>> turn(AnytimeWindow(100), [0, 50, 100], 150)
-    [50, 100, 150]
+    Examples:
+        >>> from tailavg import AnytimeWindow
+        >>> turn(AnytimeWindow(100), [0, 50, 100], 150)
+        [50, 100, 150]
     """
     return [*starts, t][-rule.accumulators :]
 
@@ -30,9 +31,10 @@ def period(rule: BlockRule, starts: Sequence[int]) -> tuple[int, int]:
 
     Where turns depend on the blocks' sizes alone, blocks that are all alike stay alike.
 
-    >>> from tailavg import AnytimeWindow
-    >>> period(AnytimeWindow(100), [50, 100, 150])[0], period(AnytimeWindow(0.5), [1, 2, 3])[0]
-    (50, 0)
+    Examples:
+        >>> from tailavg import AnytimeWindow
+        >>> period(AnytimeWindow(100), [50, 100, 150])[0], period(AnytimeWindow(0.5), [1, 2, 3])[0]
+        (50, 0)
     """
     if len(starts) == rule.accumulators and (until := rule.uniform_until(starts[-1])):
         sizes = {end - start for start, end in pairwise([*starts, rule.closes(starts)])}
@@ -44,9 +46,10 @@ def period(rule: BlockRule, starts: Sequence[int]) -> tuple[int, int]:
 def advance(rule: BlockRule, starts: Sequence[int], t: int) -> list[int]:
     """The blocks at step t, from those at an earlier step.
 
-    >>> from tailavg import AnytimeWindow
-    >>> advance(AnytimeWindow(100), [0], 10**9)
-    [999999850, 999999900, 999999950]
+    Examples:
+        >>> from tailavg import AnytimeWindow
+        >>> advance(AnytimeWindow(100), [0], 10**9)
+        [999999850, 999999900, 999999950]
     """
     starts = list(starts)
     while (end := rule.closes(starts)) < t:
@@ -61,9 +64,10 @@ def advance(rule: BlockRule, starts: Sequence[int], t: int) -> list[int]:
 def oldest_needed(rule: BlockRule, starts: Sequence[int], t: int) -> tuple[int, int]:
     """The oldest block that has a weight at step t, and the first step at which it has none.
 
-    >>> from tailavg import AnytimeWindow
-    >>> oldest_needed(AnytimeWindow(100), [50, 100, 150], 170)
-    (0, 200)
+    Examples:
+        >>> from tailavg import AnytimeWindow
+        >>> oldest_needed(AnytimeWindow(100), [50, 100, 150], 170)
+        (0, 200)
     """
     for block, end in enumerate(starts[1:]):
         if t < (enough := rule.window.filled_at(end)):

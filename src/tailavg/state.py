@@ -61,8 +61,9 @@ _TYPES: dict[str, Any] = {
 def plain(description: Any) -> Any:
     """A rule or window as a dict of plain data; anything else as it is.
 
-    >>> plain(Growing(0.25))
-    {'type': 'Growing', 'c': 0.25, 'at_most': None}
+    Examples:
+        >>> plain(Growing(0.25))
+        {'type': 'Growing', 'c': 0.25, 'at_most': None}
     """
     if not dataclasses.is_dataclass(description):
         return description
@@ -76,8 +77,9 @@ def plain(description: Any) -> Any:
 def rule_from(data: Any) -> Rule:
     """The rule that `plain` described.
 
-    >>> rule_from(plain(Exponential(0.25))) == Exponential(0.25)
-    True
+    Examples:
+        >>> rule_from(plain(Exponential(0.25))) == Exponential(0.25)
+        True
     """
     rule = _described(data)
     if not isinstance(rule, Rule):

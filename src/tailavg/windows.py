@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["NEVER", "TIE", "Fixed", "Growing", "Window", "as_window"]
+__all__ = ["NEVER", "TIE", "AnyWindow", "Fixed", "Growing", "Window", "as_window"]
 
 Reals = npt.NDArray[np.float64]
 
@@ -31,8 +31,9 @@ TIE = 1e-12
 class Fixed:
     """The last `k` samples.
 
-    >>> Fixed(100).size(5000)
-    100.0
+    Examples:
+        >>> Fixed(100).size(5000)
+        100.0
     """
 
     k: int
@@ -52,8 +53,9 @@ class Fixed:
     def filled_at(self, start: int, parts: int = 1) -> int:
         """The first step at which the samples after step `start` make a `parts`-th of the window.
 
-        >>> Fixed(100).filled_at(5000, parts=3)
-        5034
+        Examples:
+            >>> Fixed(100).filled_at(5000, parts=3)
+            5034
         """
         return start + -(-self.k // parts)
 
@@ -62,8 +64,9 @@ class Fixed:
 class Growing:
     """The last fraction `c` of all samples so far, but no more than `at_most` of them.
 
-    >>> Growing(0.25).size(5000), Growing(0.25, at_most=1000).size(5000)
-    (1250.0, 1000.0)
+    Examples:
+        >>> Growing(0.25).size(5000), Growing(0.25, at_most=1000).size(5000)
+        (1250.0, 1000.0)
     """
 
     c: float
@@ -89,8 +92,9 @@ class Growing:
 
         What misses a whole number by rounding is that number.
 
-        >>> 0.07 * 100, Growing(0.07).size(100)
-        (7.000000000000001, 7.0)
+        Examples:
+            >>> 0.07 * 100, Growing(0.07).size(100)
+            (7.000000000000001, 7.0)
         """
         over, under, exact = self._ratio
         k = over * t / under
@@ -122,8 +126,9 @@ class Growing:
         A growing window is shared out in equal *ratios*, not sizes: when each block is the
         share (1 - (1-c)^(1/parts)) of the stream as it is closed, `parts` of them cover c.
 
-        >>> Growing(0.25).filled_at(3000), Growing(0.25).filled_at(3000, parts=2)
-        (4000, 3465)
+        Examples:
+            >>> Growing(0.25).filled_at(3000), Growing(0.25).filled_at(3000, parts=2)
+            (4000, 3465)
         """
         rest = 1.0 - self.c  # what the share leaves of the stream
         share = self.c
@@ -151,13 +156,15 @@ class Growing:
 
 
 Window = Fixed | Growing
+AnyWindow = Window | int | float
 
 
-def as_window(window: int | float | Window) -> Window:
+def as_window(window: AnyWindow) -> Window:
     """A window, or the number that stands for one: 100 the last hundred, 0.25 the last quarter.
 
-    >>> as_window(1), as_window(1.0)
-    (Fixed(k=1), Growing(c=1.0, at_most=None))
+    Examples:
+        >>> as_window(1), as_window(1.0)
+        (Fixed(k=1), Growing(c=1.0, at_most=None))
     """
     if isinstance(window, Fixed | Growing):
         return window

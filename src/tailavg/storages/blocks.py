@@ -101,7 +101,7 @@ class BlockStorage(TailAverage, rules=(AnytimeWindow, RawTail)):
     def _add(self, x: Any) -> None:
         if self._count == self._closes:
             self._turn()
-        elif self._count == self._folded + FOLD:
+        elif self._count >= self._folded + FOLD:
             self._fold()
             self._schedule()
         if self._plain:
