@@ -117,11 +117,8 @@ class AnytimeWindow(_OfWindow):
 class Exponential(_OfWindow):
     """An exponential average that has the variance of k_t samples at every step.
 
-    Its effective size is n_t = min(n_{t-1} + 1, k_t): the plain mean at first, then k_t.
-
-    Examples:
-        >>> Exponential(100).decay(5000), (100 - 1) / (100 + 1)
-        (0.9801980198019802, 0.9801980198019802)
+    Its effective size is n_t = min(n_{t-1} + 1, k_t): the plain mean at first, then k_t. A fixed
+    window's decay is then the paper's (k-1)/(k+1).
     """
 
     window: Window
