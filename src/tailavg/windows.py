@@ -97,7 +97,8 @@ class Growing:
             (7.000000000000001, 7.0)
         """
         over, under, exact = self._ratio
-        k = over * t / under
+        k = over * t
+        k /= under
         if not exact:
             k = k + (abs(np.rint(k) - k) <= TIE * k) * (np.rint(k) - k)
         if isinstance(t, np.ndarray):
