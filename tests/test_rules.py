@@ -16,10 +16,14 @@ from tailavg.rules import join, read
 from tailavg.schedule import advance, turn
 
 STEPS = 100_000
-FIXED = [Fixed(k) for k in (1, 3, 10, 64, 100, 997, 12_345, 200_000)]
+FIXED = [Fixed(k) for k in (1, 10, 64, 100, 997, 12_345, 200_000)]
 GROWING = [
-    Growing(c) for c in (0.01, 0.07, 0.1, 0.13, 0.25, 0.3, 0.5, 0.55, 0.618, 0.75, 0.9, 0.99, 1.0)
-]
+    Growing(c)
+    for c in (
+        0.01, 0.07, 0.1, 0.13, 0.25, 0.3, 0.5, 0.55, 0.618, 0.75, 0.9, 0.99, 1 - 1e-5, 1 - 1e-9,
+        1 - 2**-53, 1.0,
+    )
+]  # fmt: skip
 CAPS = [
     Growing(c, at_most)
     for c, at_most in [

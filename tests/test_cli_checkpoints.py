@@ -1,0 +1,449 @@
+"""`tailavg checkpoints`, as a process: against averages in float64 that share no code with it."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("safetensors")
+ml_dtypes = pytest.importorskip("ml_dtypes")
+from safetensors import safe_open  # noqa: E402
+from safetensors.numpy import load_file, save_file  # noqa: E402
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def run(folder, *arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "tailavg", "checkpoints", *map(str, arguments)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"COLUMNS": "400"},
+    )
+
+
+def done(folder, *arguments):
+    process = run(folder, *arguments)
+    assert process.returncode == 0, process.stderr
+    assert not process.stderr
+    return process.stdout
+
+
+def failed(folder, *arguments, code=1):
+    """What is said of a failure, which leaves no file behind."""
+    before = sorted(folder.rglob("*"))
+    process = run(folder, *arguments)
+    assert process.returncode == code, process.stderr
+    assert "Traceback" not in process.stderr
+    assert sorted(folder.rglob("*")) == before
+    return re.sub(r"[│\s]+", " ", process.stderr)
+
+
+def tensors(step):
+    random = np.random.default_rng(step)
+    return {
+        "weight": random.normal(size=(7, 5)).astype(np.float32),
+        "bias": random.normal(size=()).astype(np.float64),
+        "half": random.normal(size=(3, 2, 2)).astype(np.float16),
+        "brain": random.normal(size=(400,)).astype(BF16),
+        "wave": (random.normal(size=4) + 1j * random.normal(size=4)).astype(np.complex64),
+        "frozen": np.linspace(-3, 3, 1000, dtype=np.float32) / 7,
+        "mask": np.array([0.0, -np.inf, np.finfo(np.float32).min], np.float32),
+        "empty": np.zeros((0, 3), np.float32),
+        "steps": np.array([step, -step]),
+        "flags": np.array([step % 2 == 0, True]),
+    }
+
+
+def save_run(folder, steps, make=tensors, **options):
+    names = [f"step-{step}.safetensors" for step in steps]
+    for step, name in zip(steps, names, strict=True):
+        save_file(make(step), folder / name, metadata={"step": str(step), "format": "pt"})
+    return names
+
+
+def mean(steps, weights, make=tensors):
+    """The average that is expected, in double precision; the newest's where it is not averaged."""
+    every = [make(step) for step in steps]
+    expected = {}
+    for name, newest in every[-1].items():
+        if newest.dtype.kind in "ib":
+            expected[name] = newest
+        else:
+            wide = np.complex128 if newest.dtype.kind == "c" else np.float64
+            pairs = zip(weights, every, strict=True)
+            expected[name] = sum(w * each[name].astype(wide) for w, each in pairs if w)
+    return expected
+
+
+def assert_close(path, expected, dtypes):
+    got = load_file(path)
+    assert got.keys() == expected.keys()
+    for name, array in expected.items():
+        assert got[name].dtype == dtypes[name].dtype, name
+        assert got[name].shape == dtypes[name].shape, name
+        if array.dtype.kind in "ib":
+            np.testing.assert_array_equal(got[name], array)
+        else:
+            # half a unit in the last place: one rounding, at the end
+            wide = got[name].astype(array.dtype)
+            unit = float(ml_dtypes.finfo(got[name].dtype).eps)
+            np.testing.assert_allclose(wide, array, rtol=0.51 * unit, atol=1e-12, err_msg=name)
+
+
+STEPS = [5, 50, 100, 150, 200, 900, 1000, 1100]  # not in the order of their names
+
+
+def test_exact_window_is_the_default(tmp_path):
+    names = save_run(tmp_path, STEPS)
+    said = done(tmp_path, *names, "--window", "0.4", "-o", "average.safetensors")
+    expected = mean(STEPS[-4:], [0.25] * 4)  # the ceiling of 3.2
+    assert_close(tmp_path / "average.safetensors", expected, tensors(1))
+    assert "4 of 8" in said
+    assert "step-200.safetensors to step-1100.safetensors" in said
+
+
+def test_metadata_and_layout_are_those_of_the_newest(tmp_path):
+    names = save_run(tmp_path, STEPS)
+    done(tmp_path, *names, "--window", "3", "-o", "average.safetensors")
+    with (
+        safe_open(tmp_path / "average.safetensors", "np") as got,
+        safe_open(tmp_path / names[-1], "np") as newest,
+    ):
+        assert got.metadata() == newest.metadata() == {"step": "1100", "format": "pt"}
+        assert got.offset_keys() == newest.offset_keys()
+
+
+def test_what_does_not_change_is_kept_to_the_bit(tmp_path):
+    names = save_run(tmp_path, STEPS[:3])
+    done(tmp_path, *names, "--window", "3", "-o", "average.safetensors")
+    got = load_file(tmp_path / "average.safetensors")
+    assert got["frozen"].tobytes() == tensors(0)["frozen"].tobytes()
+    assert got["mask"].tobytes() == tensors(0)["mask"].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("options", "weights"),
+    [
+        (["--window", "2", "--method", "exponential"], [0.0] * 6 + [2 / 9, 2 / 3]),
+        (["--window", "4", "--method", "anytime", "--accumulators", "2"], [0.0] * 4 + [0.25] * 4),
+        (["--window", "1.0"], [0.125] * 8),
+        (["--window", "100"], [0.125] * 8),
+        (["--window", "1"], [0.0] * 7 + [1.0]),
+    ],
+)
+def test_methods_and_windows(tmp_path, options, weights):
+    names = save_run(tmp_path, STEPS)
+    done(tmp_path, *names, *options, "-o", "average.safetensors")
+    if "exponential" in options:  # k = 2 has the decay (k - 1) / (k + 1), after a plain mean of 2
+        weights = [0.5 / 3**6, *(2 / 3**i for i in range(7, 0, -1))]
+        weights[1] = weights[0]
+    expected = mean(STEPS, weights)
+    assert_close(tmp_path / "average.safetensors", expected, tensors(1))
+
+
+def test_order(tmp_path):
+    names = save_run(tmp_path, [2, 10, 9])
+    for age, name in enumerate(["step-10.safetensors", "step-9.safetensors"]):
+        os.utime(tmp_path / name, (10**9 - age, 10**9 - age))
+    os.utime(tmp_path / "step-2.safetensors", (10**9 + 1, 10**9 + 1))
+    for options, newest in (
+        ([], 10),
+        (["--sort", "step"], 10),
+        (["--sort", "name"], 9),
+        (["--sort", "mtime"], 2),
+    ):
+        done(tmp_path, *names, "--window", "1", "-o", "average.safetensors", *options)
+        assert load_file(tmp_path / "average.safetensors")["steps"][0] == newest
+
+
+def test_steps_may_be_in_the_names_of_folders(tmp_path):
+    for step in (9, 10):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        save_file(tensors(step), tmp_path / f"checkpoint-{step}" / "model.safetensors")
+    names = sorted(tmp_path.glob("checkpoint-*/model.safetensors"))
+    done(tmp_path, *names, "--window", "1", "-o", "average.safetensors")
+    assert load_file(tmp_path / "average.safetensors")["steps"][0] == 10
+
+
+def test_tensors_of_many_pieces(tmp_path):
+    def make(step):
+        random = np.random.default_rng(step)
+        return {
+            "a": random.normal(size=(3, 300_001)).astype(np.float32),
+            "b": random.integers(0, 9, 600_000),
+            "c": random.normal(size=5_000_000).astype(BF16),
+            "d": random.normal(size=11).astype(np.float32),
+        }
+
+    names = save_run(tmp_path, [1, 2, 3], make)
+    done(tmp_path, *names, "--window", "2", "-o", "average.safetensors")
+    assert_close(tmp_path / "average.safetensors", mean([2, 3], [0.5, 0.5], make), make(1))
+
+
+PEAK = """
+import resource, sys
+from tailavg.cli import app
+def peak():  # in bytes; VmHWM, as the maximum of getrusage is inherited
+    return 1024 * int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0])
+import numpy, rich.progress, safetensors, tailavg.checkpoints
+if sys.argv[1].endswith(".pt"):
+    import torch
+before = peak()
+app(["checkpoints", *sys.argv[1:]], standalone_mode=False)
+print(peak() - before)
+"""
+
+
+def peak(folder, *arguments):
+    """By how much the resident memory of the process grew at most, files it mapped included."""
+    command = [sys.executable, "-c", PEAK, *map(str, arguments)]
+    process = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    return int(process.stdout.split()[-1])
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+@pytest.mark.parametrize("shapes", [[(12_000_000,)], [(1000, 1000)] * 12])
+def test_memory_of_thirty_files_is_near_one(tmp_path, shapes):
+    def make(step):
+        return {f"{i}": np.full(shape, step, np.float32) for i, shape in enumerate(shapes)}
+
+    names = save_run(tmp_path, range(30), make)
+    one = (tmp_path / names[0]).stat().st_size
+    grew = peak(tmp_path, *names, "--window", "1.0", "-o", "average.safetensors")
+    assert grew < 1.5 * one
+    assert load_file(tmp_path / "average.safetensors")["0"].flat[-1] == 14.5
+
+
+def test_a_progress_bar_on_a_terminal(tmp_path):
+    pty = pytest.importorskip("pty")
+    names = save_run(tmp_path, [1, 2])
+    command = [sys.executable, "-m", "tailavg", "checkpoints", *names, "--window", "2"]
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        [*command, "-o", "average.safetensors"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        env=os.environ | {"TERM": "xterm"},
+    ) as process:
+        os.close(theirs)
+        shown = b""
+        try:
+            while chunk := os.read(ours, 4096):
+                shown += chunk
+        except OSError:  # the other end is closed
+            pass
+        assert process.stdout is not None
+        assert process.stdout.read().startswith(b"average.safetensors: ")
+    os.close(ours)
+    assert b"averaging" in shown
+    assert b"100 %" in shown
+
+
+# What cannot be averaged.
+
+ARGUMENTS = ["--window", "1.0", "-o", "average.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda t: t.pop("bias"), "tensor 'bias' is missing"),
+        (lambda t: t.update(extra=t["bias"]), "tensor 'extra' is not in the newest"),
+        (
+            lambda t: t.update(weight=t["weight"].T.copy()),
+            "tensor 'weight': expected shape (7, 5), got (5, 7)",
+        ),
+        (
+            lambda t: t.update(half=t["half"].astype(np.float32)),
+            "tensor 'half': expected dtype F16, got F32",
+        ),
+    ],
+)
+@pytest.mark.parametrize("window", ["1.0", "1"])
+def test_files_that_differ(tmp_path, change, said, window):
+    names = save_run(tmp_path, [1, 2, 3])
+    odd = tensors(2)
+    change(odd)
+    save_file(odd, tmp_path / names[1])
+    error = failed(tmp_path, *names, "--window", window, "-o", "average.safetensors")
+    assert "step-2.safetensors" in error
+    assert said in error
+    assert "Nothing was written" in error
+
+
+def test_truncated_files(tmp_path):
+    names = save_run(tmp_path, [1, 2, 3])
+    path = tmp_path / names[1]
+    whole = path.read_bytes()
+    length = 8 + int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8:length])
+    start, stop = header["frozen"]["data_offsets"]
+    for size, said in (
+        (length + stop - 1, "truncated in tensor 'frozen'"),
+        (length + start + 1, "truncated in tensor 'frozen'"),
+        (length - 5, "truncated in its header"),
+        (4, "no valid .safetensors file"),
+        (0, "no valid .safetensors file"),
+    ):
+        path.write_bytes(whole[:size])
+        error = failed(tmp_path, *names, *ARGUMENTS)
+        assert f"step-2.safetensors: {said}" in error or (said in error and "step-2" in error)
+
+
+def test_files_of_another_kind(tmp_path):
+    names = save_run(tmp_path, [1, 2])
+    path = tmp_path / names[0]
+    for content in (
+        b"hello",
+        b"\x05" + b"\0" * 7 + b"hello",
+        b"\x02" + b"\0" * 7 + b"[]",
+        b"\xff" * 64,
+    ):
+        path.write_bytes(content)
+        assert "step-1.safetensors" in failed(tmp_path, *names, *ARGUMENTS)
+
+
+def test_dtypes_that_have_no_average(tmp_path):
+    head = json.dumps({"scale": {"dtype": "F8_E8M0", "shape": [2], "data_offsets": [0, 2]}})
+    content = len(head).to_bytes(8, "little") + head.encode() + b"\x7f\x7f"
+    (tmp_path / "step-1.safetensors").write_bytes(content)
+    error = failed(tmp_path, "step-1.safetensors", *ARGUMENTS)
+    assert "step-1.safetensors: tensor 'scale'" in error
+    assert "F8_E8M0, which cannot be averaged" in error
+
+
+def test_wrong_command_lines(tmp_path):
+    names = save_run(tmp_path, [1, 2])
+    save_file(tensors(3), tmp_path / "final.safetensors")
+    for arguments, said in (
+        ([*names, "--window", "1.0"], "--output"),
+        (["-o", "a.safetensors", "--window", "1.0"], "FILES"),
+        ([*names, "--window", "-1", "-o", "a.safetensors"], "expected an int >= 1"),
+        (["nosuch.safetensors", *ARGUMENTS], "nosuch.safetensors"),
+        ([*names, names[0], *ARGUMENTS], "step-1.safetensors twice"),
+        ([*names, "--window", "1", "-o", names[1]], "which is one of them"),
+        ([*names, "--window", "1", "-o", "a.pt"], "all end in .safetensors"),
+        ([*names, "--window", "1", "-o", "no/a.safetensors"], "expected an existing folder"),
+        ([*names, "final.safetensors", *ARGUMENTS], "--sort name or --sort mtime"),
+        ([*names, *ARGUMENTS, "--accumulators", "3"], "goes with --method anytime"),
+    ):
+        assert said in failed(tmp_path, *arguments, code=2)
+
+
+def test_an_output_that_cannot_be_written_is_left_as_it_was(tmp_path):
+    names = save_run(tmp_path, [1, 2])
+    (tmp_path / "average.safetensors").mkdir()
+    assert "average.safetensors" in failed(tmp_path, *names, *ARGUMENTS)
+
+
+def test_an_older_output_is_replaced_only_by_a_whole_one(tmp_path):
+    names = save_run(tmp_path, [1, 2])
+    output = tmp_path / "average.safetensors"
+    output.write_bytes(b"older")
+    (tmp_path / names[0]).write_bytes(b"damaged")
+    failed(tmp_path, *names, *ARGUMENTS)
+    assert output.read_bytes() == b"older"
+    save_run(tmp_path, [1])
+    done(tmp_path, *names, *ARGUMENTS)
+    assert load_file(output)["steps"][0] == 2
+
+
+# torch's files.
+
+
+def torch_run(folder, steps, make):
+    torch = pytest.importorskip("torch")
+    names = [f"step-{step}.pt" for step in steps]
+    for step, name in zip(steps, names, strict=True):
+        torch.save(make(torch, step), folder / name)
+    return torch, names
+
+
+def a_tree(torch, step):
+    generator = torch.Generator().manual_seed(step)
+    embedding = torch.randn(10, 4, generator=generator)
+    brain = torch.randn(3, 3, generator=generator).bfloat16()
+    return {
+        "model": {
+            "embedding": embedding,
+            "head": embedding,
+            "brain": torch.nn.Parameter(brain),
+            "turned": torch.randn(4, 3, generator=generator).T,
+            "double": torch.randn((), generator=generator, dtype=torch.float64),
+            "counter": torch.tensor(step),
+        },
+        "history": [torch.full((2,), float(step)), {"lr": 1.0 / step}],
+        "step": step,
+    }
+
+
+def test_torch_files(tmp_path):
+    torch, names = torch_run(tmp_path, [2, 9, 10], a_tree)
+    kept = (tmp_path / "step-10.pt").read_bytes()
+    done(tmp_path, *names, "--window", "2", "-o", "average.pt")
+    got = torch.load(tmp_path / "average.pt", weights_only=True)
+    one, two = a_tree(torch, 9), a_tree(torch, 10)
+    for name in ("embedding", "head", "brain", "turned", "double"):
+        a, b = one["model"][name].detach(), two["model"][name].detach()
+        value = got["model"][name].detach()
+        assert value.dtype == b.dtype
+        assert value.stride() == b.stride()
+        torch.testing.assert_close(value, ((a.double() + b.double()) / 2).to(b.dtype))
+    assert got["model"]["head"].data_ptr() == got["model"]["embedding"].data_ptr()
+    assert isinstance(got["model"]["brain"], torch.nn.Parameter)
+    assert got["model"]["counter"] == 10
+    assert got["history"][0].tolist() == [9.5, 9.5]
+    assert got["history"][1] == {"lr": 0.1}
+    assert got["step"] == 10
+    assert (tmp_path / "step-10.pt").read_bytes() == kept
+
+
+def test_torch_memory_of_thirty_files_is_near_one(tmp_path):
+    _, names = torch_run(
+        tmp_path,
+        range(30),
+        lambda torch, step: {str(i): torch.full((1000, 1000), float(step)) for i in range(20)},
+    )
+    one = (tmp_path / names[0]).stat().st_size
+    assert peak(tmp_path, *names, "--window", "1.0", "-o", "average.pt") < 2 * one
+
+
+def test_torch_files_that_cannot_be_averaged(tmp_path):
+    torch, names = torch_run(tmp_path, [1, 2, 3], a_tree)
+    path = tmp_path / names[1]
+    whole = path.read_bytes()
+    arguments = [*names, "--window", "1.0", "-o", "average.pt"]
+
+    path.write_bytes(whole[: len(whole) // 2])
+    assert "step-2.pt: expected a whole file" in failed(tmp_path, *arguments)
+
+    odd = a_tree(torch, 2)
+    odd["model"]["head"] = odd["model"]["head"].clone()
+    torch.save(odd, path)
+    assert "'model/head': expected it tied to model/embedding" in failed(tmp_path, *arguments)
+
+    odd["model"].pop("head")
+    torch.save(odd, path)
+    assert "tensor 'model/head' is missing" in failed(tmp_path, *arguments)
+
+    torch.save({"sparse": torch.eye(3).to_sparse()}, path)
+    assert "tensor 'sparse': expected a dense tensor" in failed(tmp_path, *arguments)
+
+    torch.save({"step": 3}, path)
+    assert "expected tensors in dicts or lists, got none" in failed(tmp_path, *arguments)
+
+
+def test_torch_files_run_no_code(tmp_path):
+    torch, names = torch_run(tmp_path, [1, 2], a_tree)
+    torch.save({"path": Path("here"), "tensor": torch.ones(1)}, tmp_path / names[0])
+    error = failed(tmp_path, *names, "--window", "1.0", "-o", "average.pt")
+    assert "step-1.pt" in error
