@@ -273,46 +273,45 @@ class BlockStorage(TailAverage, rules=(AnytimeWindow, RawTail)):
         self._schedule()
 
     def _scan_blocks(self, rows: Array, out: Array) -> int:
-        """Scan whole blocks of numbers, if from here on all are alike: their weights repeat.
+        """Scan whole blocks at once, if from here on all are alike: their weights repeat.
 
-        The number of rows done. It ends at an infinity or a NaN, which no zero may meet.
+        The number of rows done.
         """
         assert self._dtype is not None
         size, until = period(self._rule, self._starts)
+        width, dtype = rows.shape[1], wide(self._dtype)
         done, end = 0, min(until - self._count, len(rows)) // size * size if size else 0
-        if end < 2 * size or not size or rows.shape[1] != 1 or wide(self._dtype) != np.float64:
+        numbers, small = width == 1 and dtype == np.float64, size * width <= CHUNK
+        if end < 2 * size or not size or not (numbers or small):
             return 0
         z = self._rule.accumulators - 1
         sizes = np.arange(1.0, size + 1.0)
         *closed, opened = read([*[size] * z, sizes], self._rule.size(self._count))
         weights, each = np.reshape(closed, (z, size)), opened / sizes
-        triangle = np.triu(np.ones((size, size))) * each if size <= 16 else None
         shares = np.full(size, 1.0 / size)
         self._fold()
-        means = np.reshape(self._means, -1).astype(np.float64)
-        blocks, most = max(1, 2 * CHUNK // size), min(size, 2 * CHUNK)
-        from_closed = np.empty((blocks, most))
+        means = np.reshape(self._means, (z + 1, width)).astype(dtype)
+        blocks = max(1, 2 * CHUNK // (size * max(1, width)))
         while done < end:
             part = slice(done, min(end, done + blocks * size))
-            x = rows[part].reshape(-1, size).astype(np.float64, copy=False)
+            n = (part.stop - done) // size
+            x = rows[part].reshape(n, size, width).astype(dtype, copy=False)
             with np.errstate(invalid="ignore", over="ignore"):
-                means = np.concatenate([means[len(means) - z :], x @ shares])
-            if not np.isfinite(means).all():
+                latest = x[:, :, 0] @ shares if numbers else x.sum(axis=1) / size
+            means = np.concatenate([means[len(means) - z :], latest.reshape(n, width)])
+            averages = out[part].reshape(x.shape)
+            if numbers and np.isfinite(means).all():
+                _scan_finite_blocks(x[:, :, 0], means[:, 0], weights, each, averages[:, :, 0])
+            elif small:
+                sums = np.cumsum(x, axis=1)
+                sums *= each[:, None]
+                for block, weight in enumerate(weights):
+                    needed = np.count_nonzero(weight)  # a zero must not meet an infinity
+                    old = means[block : block + n, None]
+                    sums[:, :needed] += old * weight[:needed, None]
+                averages[...] = sums
+            else:
                 break
-            before = np.stack([means[i : i + len(x)] for i in range(z)], axis=1) if z else x[:, :0]
-            averages = out[part].reshape(-1, size)
-            total = 0.0
-            for first in range(0, size, most):
-                columns = slice(first, min(size, first + most))
-                if triangle is not None:
-                    sums = x @ triangle
-                else:
-                    sums = running_sums(x[:, columns], total)
-                    total = sums[-1, -1]
-                    sums *= each[columns]
-                outer = from_closed[: len(x), : columns.stop - first]
-                np.matmul(before, weights[:, columns], outer)
-                np.add(sums, outer, averages[:, columns])
             self._means = [self._held(mean) for mean in means[-1 - z :]]
             done = part.stop
         if done:
@@ -344,3 +343,24 @@ class BlockStorage(TailAverage, rules=(AnytimeWindow, RawTail)):
         self._folded = folded
         self._set_sum(partial)
         self._schedule()
+
+
+def _scan_finite_blocks(x: Array, means: Array, weights: Array, each: Array, out: Array) -> None:
+    """The averages in blocks of finite numbers, the rows of x, by products of matrices.
+
+    `means` are those of the blocks before the first and of all up to the last, `weights` those of
+    the blocks before and `each` that of a sample of the open block, by the size of the open block.
+    """
+    n, size = x.shape
+    before = np.reshape([means[i : i + n] for i in range(len(weights))], (len(weights), n)).T.copy()
+    total = 0.0
+    for first in range(0, size, 2 * CHUNK):
+        columns = slice(first, first + 2 * CHUNK)
+        if size <= 16:
+            sums = x @ (np.triu(np.ones((size, size))) * each)
+        else:
+            sums = running_sums(x[:, columns], total)
+            total = sums[-1, -1]
+            sums *= each[columns]
+        np.matmul(before, weights[:, columns], out[:, columns])
+        out[:, columns] += sums
