@@ -6,8 +6,8 @@ STAMPS := .venv/stamps
 
 .PHONY: demo test lint types docs figures bench clean
 
-demo: $(STAMPS)/plot
-	$(BIN)/python examples/demo.py
+demo: $(STAMPS)/cli,plot  ## the paper's experiments: figures, claims and a report
+	$(BIN)/tailavg reproduce --output build/reproduction
 
 test: $(STAMPS)/test
 	$(BIN)/python -m pytest --numprocesses auto

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +17,17 @@ from typer.testing import CliRunner
 from model import averages, weight_matrix
 from tailavg.cli import app
 from tailavg.experiments import figures
-from tailavg.experiments.claims import CLAIMS, Claim, Kind, Verdict, judge, ratios, sweep
+from tailavg.experiments.claims import (
+    CLAIMS,
+    Claim,
+    Finding,
+    Kind,
+    Ratio,
+    Verdict,
+    judge,
+    ratios,
+    sweep,
+)
 from tailavg.experiments.regression import (
     Curve,
     DivergedError,
@@ -28,6 +39,7 @@ from tailavg.experiments.regression import (
 )
 from tailavg.experiments.report import Result
 
+DOCS = Path(__file__).parents[1] / "docs" / "reproduction"
 SMALL = Problem(runs=3, batches=60, dimension=4, batch_size=5, seed=3)
 OPTIONS = ["--runs=3", "--batches=60", "--dimension=4", "--batch-size=5", "--quick"]
 FILES = [
@@ -134,7 +146,15 @@ def test_a_step_that_is_too_large_is_named():
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("step", 0.0), ("step", float("nan")), ("noise", -1.0), ("runs", 1)]
+    ("field", "value"),
+    [
+        ("step", 0.0),
+        ("step", float("nan")),
+        ("noise", -1.0),
+        ("start", float("inf")),
+        ("optimum", float("nan")),
+        ("runs", 1),
+    ],
 )
 def test_a_bad_problem_is_refused(field, value):
     with pytest.raises(ValueError, match=f"{field}: expected"):
@@ -184,6 +204,13 @@ def test_verdicts_follow_the_numbers(kind, ratio, verdict):
     if kind in ("alike", "apart") or ratio > 1:
         assert finding.figure.t == 40
         assert finding.figure.ratio == pytest.approx(ratio)
+
+
+def test_verdicts_depend_on_the_margin():
+    finding = judge(Claim("x", "x", Kind.behind, (A,), (B,)), errors_with(1.12))
+    verdicts = [finding.verdict_at(margin) for margin in (1.05, 1.1, 1.12, 1.2)]
+    assert verdicts == [Verdict.holds, Verdict.holds, Verdict.undecided, Verdict.fails]
+    assert finding.verdict is finding.verdict_at(1.1)
 
 
 def test_noise_leaves_a_verdict_undecided():
@@ -297,6 +324,16 @@ def test_the_page_needs_nothing_else_and_suits_phones_and_the_dark(folder):
     for claim in CLAIMS:
         assert page.count(claim.sentence) == 2  # the claims, and the sweep
     assert "Not in the paper, and chosen here" in page
+
+
+@pytest.mark.skipif(not DOCS.exists(), reason="the documentation is not here")
+def test_the_committed_claims_are_of_the_defaults_and_of_these_sentences():
+    saved = json.loads((DOCS / "claims.json").read_text())
+    assert saved["options"] == {**vars(Problem()), "at": 850}
+    assert [row["sentence"] for row in saved["claims"]] == [claim.sentence for claim in CLAIMS]
+    for claim, row in zip(CLAIMS, saved["claims"], strict=True):
+        assert Finding(claim, Ratio(**row["figure"])).verdict == row["verdict"]
+    assert all((DOCS / name).stat().st_size < 600_000 for name in FILES if name.endswith("svg"))
 
 
 def test_the_same_command_writes_the_same_files(folder, tmp_path):

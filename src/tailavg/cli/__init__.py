@@ -6,6 +6,11 @@ from typing import Annotated
 
 import typer
 
+from tailavg.cli.checkpoints import checkpoints
+from tailavg.cli.profile import profile
+from tailavg.cli.reproduce import reproduce
+from tailavg.cli.stream import stream
+
 __all__ = ["app"]
 
 app = typer.Typer(
@@ -32,3 +37,9 @@ def _main(
     ] = False,
 ) -> None:
     pass
+
+
+app.command()(profile)
+app.command()(checkpoints)
+app.command()(stream)
+app.command()(reproduce)

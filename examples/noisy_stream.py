@@ -1,6 +1,6 @@
 """Average a noisy stream that settles down, with every method, and draw what each one sees.
 
-    python examples/demo.py [FOLDER]
+    python examples/noisy_stream.py [FOLDER]
 
 The truth falls from 2 to 0; the noise has a standard deviation of 1. A good tail average follows
 the fall and averages the noise away once it is over.
@@ -46,7 +46,7 @@ def main(folder: Path) -> None:
     axes.set(xlabel="step t", ylabel="distance from the truth", title="The last half of a stream")
     axes.legend()
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "demo.png"
+    path = folder / "noisy_stream.png"
     figure.savefig(path, dpi=120)
     print(f"\nThe picture is in {path.resolve()}")
 

@@ -1,0 +1,126 @@
+"""`tailavg stream` against `mawk`, on 10⁷ lines.
+
+    python benchmarks/stream.py [--rounds 3] [--lines 10000000]
+
+mawk writes the running mean of a file, which is the least that it can do; `tailavg stream` writes
+the average of the last quarter. Both are processes from start to end that write to a file, in
+interleaved rounds of which the best counts. Ratios are against mawk on the same file; smaller is
+faster. The rows go to results/stream.csv, and as a table to results/stream.md.
+"""
+
+import argparse
+import csv
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from resource import RUSAGE_CHILDREN, getrusage
+from time import perf_counter
+
+import numpy as np
+
+RESULTS = Path(__file__).parent / "results"
+STREAM = [sys.executable, "-m", "tailavg", "stream", "--window"]
+MEAN = ["mawk", "{ s += $1; print s / NR }"]
+COLUMN_MEAN = ["mawk", "-F,", "NR > 1 { s += $2; print s / (NR - 1) }"]
+Candidate = tuple[str, list[str]]  # name, command
+
+
+def write(path: Path, lines: int, header: str, line: Callable[[int, float], str]) -> str:
+    numbers = np.random.default_rng(0).normal(2, 1, lines).tolist()
+    with path.open("w") as file:
+        file.write(header)
+        file.writelines(line(i, x) for i, x in enumerate(numbers))
+    return str(path)
+
+
+def groups(folder: Path, lines: int) -> dict[str, list[Candidate]]:
+    """By name, with mawk first."""
+    short = write(folder / "short.txt", lines, "", lambda _, x: f"{x:.6f}\n")
+    full = write(folder / "full.txt", lines, "", lambda _, x: f"{x!r}\n")
+    table = write(
+        folder / "table.csv", lines, "step,loss,run\n", lambda i, x: f"{i},{x:.6f},train\n"
+    )
+    return {
+        "plain numbers of 6 decimals": [
+            ("mawk, mean", [*MEAN, short]),
+            ("stream, c = 0.25", [*STREAM, "0.25", short]),
+            ("stream, k = 1,000", [*STREAM, "1000", short]),
+        ],
+        "plain numbers of 17 digits": [
+            ("mawk, mean", [*MEAN, full]),
+            ("stream, c = 0.25", [*STREAM, "0.25", full]),
+        ],
+        "a CSV column": [
+            ("mawk, mean", [*COLUMN_MEAN, table]),
+            ("stream, c = 0.25", [*STREAM, "0.25", "--column", "loss", table]),
+        ],
+    }
+
+
+def measure(command: list[str], output: Path) -> tuple[float, float]:
+    """Seconds by the clock, and of processor time."""
+    with output.open("wb") as file:
+        before, start = getrusage(RUSAGE_CHILDREN), perf_counter()
+        subprocess.run(command, stdout=file, check=True)
+        took, after = perf_counter() - start, getrusage(RUSAGE_CHILDREN)
+    return took, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of each group (%(default)s)")
+    parser.add_argument("--lines", type=int, default=10**7, help="lines of a file (%(default)s)")
+    options = parser.parse_args()
+    if shutil.which("mawk") is None:
+        sys.exit("benchmarks/stream.py: skipped, since there is no mawk: apt-get install mawk")
+    rows = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for group, candidates in groups(folder, options.lines).items():
+            best = {name: (float("inf"), float("inf")) for name, _ in candidates}
+            for _ in range(options.rounds):
+                for name, command in candidates:
+                    took = measure(command, folder / "output")
+                    best[name] = tuple(map(min, best[name], took))
+            peer = best[candidates[0][0]]
+            for name, (clock, processor) in best.items():
+                ratios = f"{clock / peer[0]:.3g}", f"{processor / peer[1]:.3g}"
+                rows.append([group, name, f"{clock:.3g}", ratios[0], f"{processor:.3g}", ratios[1]])
+                print(f"{group:30} {name:20} {clock:6.3g} s, {ratios[0]:>5} × mawk;", end=" ")
+                print(f"processor {processor:6.3g} s, {ratios[1]:>5} × mawk")
+    RESULTS.mkdir(exist_ok=True)
+    heads = ["group", "candidate", "seconds", "ratio", "processor seconds", "ratio of those"]
+    with (RESULTS / "stream.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(heads)
+        writer.writerows(rows)
+    version = subprocess.run(["mawk", "-W", "version"], capture_output=True, text=True)
+    versions = (
+        f"Python {platform.python_version()}, NumPy {np.__version__}, "
+        f"{(version.stdout or version.stderr).splitlines()[0]}"
+    )
+    table = [
+        "| | seconds | ratio | processor seconds | ratio |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    seen = ""
+    for group, *cells in rows:
+        if group != seen:
+            table.append(f"| **{group}** | | | | |")
+            seen = group
+        table.append(f"| {' | '.join(cells)} |")
+    text = (
+        f"{versions}; {options.lines:,} lines, best of {options.rounds} interleaved rounds.\n\n"
+        + "\n".join(table)
+        + "\n"
+    )
+    (RESULTS / "stream.md").write_text(text)
+    print(f"\nkept in {RESULTS / 'stream.csv'}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,408 @@
+"""The average of saved checkpoints, piece by piece, so that memory does not grow with their number.
+
+Weights are known before any file is read. Tensors are cut into pieces and pieces put into groups;
+for each group every file that has a weight is read once, and sums are held in float64. Tensors
+that are not of real or complex numbers, and all else in a file, are those of the newest file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from tailavg.profile import dense_weights
+from tailavg.rules import ExactWindow, Exponential, Rule
+from tailavg.schedule import advance
+from tailavg.windows import Reals
+
+__all__ = ["CheckpointError", "average_checkpoints", "natural", "weights"]
+
+Piece = npt.NDArray[Any]
+Read = Callable[[str, int, int], Piece]
+
+PIECE = 2**15
+"""How many numbers are added at once: few enough for the cache, and for one thread of torch."""
+
+GROUP = 2**22
+"""How many sums are held at once, or a 32nd of the checkpoint if that is more."""
+
+SAFETENSORS = frozenset({".safetensors"})
+TORCH = frozenset({".pt", ".pth"})
+
+
+class CheckpointError(ValueError):
+    """A file that cannot be read, or does not go with the others."""
+
+
+def natural(path: Path) -> tuple[list[int], str]:
+    """A key that sorts names by the numbers in them: step-9 before step-10.
+
+    >>> sorted([Path("step-10.pt"), Path("step-9.pt")], key=natural)[0].name
+    'step-9.pt'
+    """
+    return [int(number) for number in re.findall(r"\d+", str(path))], str(path)
+
+
+def weights(rule: Rule, files: int) -> Reals:
+    """The weight of each of so many checkpoints, oldest first.
+
+    >>> weights(ExactWindow(0.5), 4)
+    array([0. , 0. , 0.5, 0.5])
+    """
+    starts = [] if isinstance(rule, Exponential | ExactWindow) else advance(rule, [0], files)
+    return dense_weights(rule, starts, files)
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """What is known of a tensor before it is read."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    size: int
+    averaged: bool
+    """Whether it is averaged, rather than taken from the newest file."""
+    tied_to: str | None = None
+    """The tensor that it is one and the same with, where a format can say so."""
+
+
+class _File(ABC):
+    """A checkpoint, of which nothing but the tensors' names and kinds has been read."""
+
+    path: Path
+    tensors: dict[str, Tensor]
+
+    @abstractmethod
+    def __init__(self, path: Path) -> None: ...
+
+    @abstractmethod
+    def opened(self) -> AbstractContextManager[Read]:
+        """How to read a piece of a tensor, in double precision: name, start, stop."""
+
+    @abstractmethod
+    def write(self, stream: BinaryIO, averages: Iterator[Piece]) -> None:
+        """Write this file with averages, which come in pieces, in the place of its tensors."""
+
+
+def average_checkpoints(
+    paths: Sequence[Path],
+    rule: Rule,
+    output: Path,
+    progress: Callable[[int, int], object] | None = None,
+) -> list[Path]:
+    """Write the average of checkpoints, given oldest first, to `output`, whole or not at all.
+
+    Returns the files that have a weight. `progress` is told how many numbers of how many have
+    been read. Files that differ in tensors, shapes or dtypes raise a `CheckpointError`.
+    """
+    kind: type[_File] = _Safetensors if output.suffix in SAFETENSORS else _Torch
+    files = [kind(path) for path in paths]
+    newest = files[-1]
+    for file in files[:-1]:
+        _check_alike(file, newest)
+    terms = [
+        (file, float(weight))
+        for file, weight in zip(files, weights(rule, len(files)), strict=True)
+        if weight > 0.0
+    ]
+    sizes = {name: tensor.size for name, tensor in newest.tensors.items() if tensor.averaged}
+    total = sum(sizes.values()) * len(terms)
+
+    def averages() -> Iterator[Piece]:
+        done = 0
+        for group in _groups(sizes):
+            sums: list[Any] = [0.0] * len(group)
+            for file, weight in terms:
+                with file.opened() as read:
+                    for i, (name, start, stop) in enumerate(group):
+                        # in float64, numbers that are equal in every file stay as they are
+                        sums[i] += weight * read(name, start, stop)
+                        done += stop - start
+                        if progress is not None:
+                            progress(done, total)
+            yield from sums
+
+    with _whole_or_not_at_all(output) as stream:
+        newest.write(stream, averages())
+    return [file.path for file, _ in terms]
+
+
+def _groups(sizes: Mapping[str, int]) -> Iterator[list[tuple[str, int, int]]]:
+    """Tensors cut into pieces (name, start, stop), and those into groups."""
+    most = max(GROUP, sum(sizes.values()) // 32)
+    group: list[tuple[str, int, int]] = []
+    held = 0
+    for name, size in sizes.items():
+        for start in range(0, size, PIECE):
+            stop = min(size, start + PIECE)
+            group.append((name, start, stop))
+            held += stop - start
+            if held >= most:
+                yield group
+                group, held = [], 0
+    if group:
+        yield group
+
+
+def _check_alike(file: _File, newest: _File) -> None:
+    """Raise unless both files have the same tensors, of the same shapes and dtypes."""
+    where = f"{file.path}: differs from the newest, {newest.path}"
+    for name in newest.tensors:
+        if name not in file.tensors:
+            raise CheckpointError(f"{where}: tensor {name!r} is missing")
+    for name, got in file.tensors.items():
+        expected = newest.tensors.get(name)
+        if expected is None:
+            raise CheckpointError(f"{where}: tensor {name!r} is not in the newest")
+        if got.shape != expected.shape:
+            raise CheckpointError(
+                f"{where}: tensor {name!r}: expected shape {expected.shape}, got {got.shape}"
+            )
+        if got.dtype != expected.dtype:
+            raise CheckpointError(
+                f"{where}: tensor {name!r}: expected dtype {expected.dtype}, got {got.dtype}"
+            )
+        if got.tied_to != expected.tied_to:
+            raise CheckpointError(
+                f"{where}: tensor {name!r}: expected it tied to {expected.tied_to}, "
+                f"got {got.tied_to}"
+            )
+
+
+@contextmanager
+def _whole_or_not_at_all(path: Path) -> Iterator[BinaryIO]:
+    """A file under a temporary name, which gets its own when all is written."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with temporary.open("xb") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+class _Safetensors(_File):
+    """A .safetensors file: the length of a header, the header in JSON, the numbers.
+
+    The format's own library says whether a file is right; numbers are read by their offsets, a
+    piece at a time, which no slice of that library does for every shape.
+    """
+
+    _INTEGERS = frozenset({"BOOL", "I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64"})
+    _REALS: Mapping[str, str] = {
+        "F64": "float64",
+        "F32": "float32",
+        "F16": "float16",
+        "BF16": "bfloat16",
+        "F8_E4M3": "float8_e4m3fn",
+        "F8_E5M2": "float8_e5m2",
+        "C64": "complex64",
+    }
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with path.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            self._head = length.to_bytes(8, "little") + stream.read(min(length, 10**8))
+            room = os.fstat(stream.fileno()).st_size - 8 - length
+        self._check(room)
+        entries = json.loads(self._head[8:])
+        entries.pop("__metadata__", None)
+        # in the order in which they stand in the file
+        entries = dict(sorted(entries.items(), key=lambda item: item[1]["data_offsets"]))
+        self.tensors = {}
+        self._spans: dict[str, tuple[int, int]] = {}
+        for name, entry in entries.items():
+            shape, dtype = tuple(entry["shape"]), entry["dtype"]
+            if dtype not in self._REALS and dtype not in self._INTEGERS:
+                raise CheckpointError(
+                    f"{path}: tensor {name!r}: expected integers or one of "
+                    f"{', '.join(self._REALS)}, got {dtype}, which cannot be averaged"
+                )
+            size = int(np.prod(shape, dtype=np.int64))
+            self.tensors[name] = Tensor(dtype, shape, size, dtype in self._REALS)
+            start, stop = entry["data_offsets"]
+            self._spans[name] = len(self._head) + start, len(self._head) + stop
+
+    def _check(self, room: int) -> None:
+        """Raise unless this is a file of the format, with all its numbers."""
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(self.path, "np"):
+                return
+        except (SafetensorError, OSError) as error:
+            problem = f"is no valid .safetensors file: {error}"
+        if room < 0:
+            raise CheckpointError(
+                f"{self.path}: truncated in its header, before any tensor, or {problem}"
+            )
+        try:
+            entries = json.loads(self._head[8:])
+            entries.pop("__metadata__", None)
+            ends = {name: entry["data_offsets"][1] for name, entry in entries.items()}
+            cut = min((end, name) for name, end in ends.items() if end > room)
+        except (ValueError, AttributeError, KeyError, IndexError, TypeError):
+            raise CheckpointError(f"{self.path}: {problem}") from None
+        raise CheckpointError(
+            f"{self.path}: truncated in tensor {cut[1]!r}: expected {max(ends.values())} bytes "
+            f"of tensors, got {room}"
+        )
+
+    @cached_property
+    def _dtypes(self) -> dict[str, np.dtype[Any]]:
+        """The dtypes of the tensors to average; NumPy knows those of ml_dtypes by their type."""
+        used = {tensor.dtype for tensor in self.tensors.values() if tensor.averaged}
+        found: dict[str, np.dtype[Any]] = {}
+        for dtype in used:
+            name = self._REALS[dtype]
+            if dtype.startswith(("BF", "F8")):
+                import ml_dtypes
+
+                found[dtype] = np.dtype(getattr(ml_dtypes, name))
+            else:
+                found[dtype] = np.dtype(name).newbyteorder("<")
+        return found
+
+    @contextmanager
+    def opened(self) -> Iterator[Read]:
+        with self.path.open("rb") as stream:
+
+            def read(name: str, start: int, stop: int) -> Piece:
+                dtype = self._dtypes[self.tensors[name].dtype]
+                stream.seek(self._spans[name][0] + start * dtype.itemsize)
+                numbers = stream.read((stop - start) * dtype.itemsize)
+                if len(numbers) < (stop - start) * dtype.itemsize:
+                    raise CheckpointError(
+                        f"{self.path}: tensor {name!r}: the file became shorter while it was read"
+                    )
+                wide = np.complex128 if dtype.kind == "c" else np.float64
+                return np.frombuffer(numbers, dtype).astype(wide)
+
+            yield read
+
+    def write(self, stream: BinaryIO, averages: Iterator[Piece]) -> None:
+        stream.write(self._head)
+        with self.path.open("rb") as source:
+            for name, tensor in self.tensors.items():
+                start, stop = self._spans[name]
+                if not tensor.averaged:
+                    source.seek(start)
+                    for begin in range(start, stop, PIECE):
+                        stream.write(source.read(min(PIECE, stop - begin)))
+                written = 0
+                while tensor.averaged and written < tensor.size:
+                    mean = next(averages)
+                    stream.write(_rounded(mean, self._dtypes[tensor.dtype]).tobytes())
+                    written += len(mean)
+
+
+def _rounded(numbers: Piece, dtype: np.dtype[Any]) -> Piece:
+    with np.errstate(over="ignore", invalid="ignore"):
+        return numbers.astype(dtype)
+
+
+class _Torch(_File):
+    """A .pt file: dicts and lists of tensors, and other plain data, however deep."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.tensors = {}
+        first: dict[Any, str] = {}
+        for name, tensor in self._load()[1].items():
+            memory = tensor.untyped_storage().data_ptr() if tensor.numel() else name
+            view = (memory, tensor.storage_offset(), tensor.stride(), tensor.shape, tensor.dtype)
+            tied_to = first.setdefault(view, name)
+            self.tensors[name] = Tensor(
+                str(tensor.dtype).removeprefix("torch."),
+                tuple(tensor.shape),
+                tensor.numel(),
+                tensor.is_floating_point() or tensor.is_complex(),
+                None if tied_to == name else tied_to,
+            )
+        if not self.tensors:
+            raise CheckpointError(f"{path}: expected tensors in dicts or lists, got none")
+
+    def _load(self) -> tuple[Any, dict[str, Any]]:
+        """All there is in the file, and its tensors by name. Numbers are read when asked for."""
+        import torch
+
+        try:
+            tree = torch.load(self.path, map_location="cpu", mmap=True, weights_only=True)
+            tensors = dict(_leaves(tree))
+        except Exception as error:  # a damaged file fails in as many ways as there are
+            first = str(error).strip().partition("\n")[0]
+            raise CheckpointError(
+                f"{self.path}: expected a whole file of tensors and plain data, as torch.save "
+                f"writes it, got: {first}"
+            ) from error
+        for name, tensor in tensors.items():
+            if tensor.layout != torch.strided or tensor.is_quantized:
+                raise CheckpointError(
+                    f"{self.path}: tensor {name!r}: expected a dense tensor, got "
+                    f"{tensor.layout} of {tensor.dtype}, which cannot be averaged"
+                )
+        return tree, tensors
+
+    @contextmanager
+    def opened(self) -> Iterator[Read]:
+        import torch
+
+        tensors = self._load()[1]
+
+        def read(name: str, start: int, stop: int) -> Piece:
+            tensor = tensors[name].detach()
+            wide = torch.complex128 if tensor.is_complex() else torch.float64
+            piece: Piece = tensor.reshape(-1)[start:stop].to(wide).numpy()
+            return piece
+
+        yield read
+
+    def write(self, stream: BinaryIO, averages: Iterator[Piece]) -> None:
+        import torch
+
+        # The file is mapped privately: what is written into its tensors does not reach it, and
+        # what is tied, or of an unusual layout, stays so.
+        tree, tensors = self._load()
+        for name, tensor in self.tensors.items():
+            if not tensor.averaged:
+                continue
+            target = tensors[name].detach()
+            whole = (
+                target if target.is_contiguous() else torch.empty(tensor.shape, dtype=target.dtype)
+            )
+            flat = whole.view(-1)
+            written = 0
+            while written < tensor.size:
+                mean = torch.from_numpy(next(averages))
+                flat[written : written + len(mean)] = mean
+                written += len(mean)
+            if whole is not target:
+                target.copy_(whole)
+        torch.save(tree, stream)
+
+
+def _leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The tensors in dicts, lists and tuples, each with its path: "model/layer.weight"."""
+    import torch
+
+    if isinstance(tree, torch.Tensor):
+        yield name, tree
+    elif isinstance(tree, Mapping | list | tuple):
+        for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+            yield from _leaves(value, f"{name}/{key}" if name else str(key))

@@ -1,0 +1,125 @@
+"""`tailavg checkpoints`: the tail of a run, from what it saved."""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tailavg.cli.common import Method, fail, parse_rule, parse_window
+
+__all__ = ["checkpoints"]
+
+
+class Sort(StrEnum):
+    """What tells older checkpoints from newer ones."""
+
+    step = "step"
+    name = "name"
+    mtime = "mtime"
+
+
+def checkpoints(
+    files: Annotated[
+        list[Path],
+        typer.Argument(exists=True, dir_okay=False, help="Checkpoints: .safetensors, .pt or .pth."),
+    ],
+    window: Annotated[
+        str,
+        typer.Option(help="The last so many of the files (10), or the last fraction (0.25)."),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")],
+    sort: Annotated[
+        Sort,
+        typer.Option(help="The order in time: the numbers in names, names, or times of change."),
+    ] = Sort.step,
+    method: Annotated[
+        Method, typer.Option(help="How to weigh them; exact is the plain mean of the window.")
+    ] = Method.exact,
+    accumulators: Annotated[
+        int | None, typer.Option(help="With --method anytime: how many to imitate.")
+    ] = None,
+) -> None:
+    """Average the last checkpoints of a run, in the memory of one of them.
+
+    Example: tailavg checkpoints run/step-*.safetensors --window 0.25 -o average.safetensors
+    """
+    rule = parse_rule(parse_window(window), method, accumulators)
+    _check_names(files, output)
+    ordered = _in_order(files, sort)
+
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from tailavg.checkpoints import CheckpointError, average_checkpoints
+
+    console = Console(stderr=True)
+    columns = TextColumn("averaging"), BarColumn(), TextColumn("{task.percentage:>3.0f} %")
+    try:
+        with Progress(
+            *columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal
+        ) as bar:
+            task = bar.add_task("averaging", total=None)
+            used = average_checkpoints(
+                ordered,
+                rule,
+                output,
+                lambda done, total: bar.update(task, completed=done, total=total),
+            )
+    except CheckpointError as error:
+        fail(f"{error}\nNothing was written.")
+    except OSError as error:
+        fail(f"{error.filename or output}: {error.strerror or error}\nNothing was written.")
+    except ImportError as error:
+        extra = "torch" if error.name == "torch" else "'tailavg[cli]'"
+        fail(f"{output.suffix} files need {error.name}; install it with: pip install {extra}")
+    span = f"{used[0]} to {used[-1]}" if len(used) > 1 else f"{used[0]}"
+    typer.echo(f"{output}: the average of {len(used)} of {len(files)} checkpoints, {span}")
+
+
+def _check_names(files: list[Path], output: Path) -> None:
+    """Refuse names that cannot be meant."""
+    from tailavg.checkpoints import SAFETENSORS, TORCH
+
+    kinds = SAFETENSORS if output.suffix in SAFETENSORS else TORCH
+    for path in [output, *files]:
+        if path.suffix not in kinds:
+            raise typer.BadParameter(
+                "expected files and output that all end in .safetensors, or all in .pt or .pth; "
+                f"got the output {output} and {path}"
+            )
+    if not output.parent.is_dir():
+        raise typer.BadParameter(
+            f"expected an existing folder, got {output.parent}", param_hint="--output"
+        )
+    seen: dict[Path, Path] = {}
+    for path in files:
+        if seen.setdefault(path.resolve(), path) is not path:
+            raise typer.BadParameter(f"expected each checkpoint once, got {path} twice")
+    if output.resolve() in seen:
+        raise typer.BadParameter(
+            f"expected another file than the checkpoints, got {output}, which is one of them",
+            param_hint="--output",
+        )
+
+
+def _in_order(files: list[Path], sort: Sort) -> list[Path]:
+    """The files, oldest first."""
+    from tailavg.checkpoints import natural
+
+    if sort is Sort.name:
+        return sorted(files, key=str)
+    if sort is Sort.mtime:
+        return sorted(files, key=lambda path: (path.stat().st_mtime_ns, natural(path)))
+    patterns = {re.sub(r"\d+", "N", str(path)): path for path in files}
+    if len(patterns) > 1:
+        one, other, *_ = patterns.values()
+        raise typer.BadParameter(
+            f"expected names that differ in their numbers only, got {one} and {other}: "
+            "which is older? Leave one out, or say so with --sort name or --sort mtime",
+            param_hint="--sort",
+        )
+    return sorted(files, key=natural)

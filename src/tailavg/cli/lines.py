@@ -1,0 +1,431 @@
+"""Lines of text: the three kinds of input, and numbers a block at a time.
+
+A block of nothing but numbers is converted many lines to an instruction, and to the digit as
+Python would: what is read is what `float` reads, what is written is what `%.12g` writes. A line
+that the fast way is not sure of goes through Python's own conversion.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tailavg.cli.common import fail
+
+__all__ = [
+    "CsvInput",
+    "JsonInput",
+    "PlainInput",
+    "Row",
+    "column",
+    "csv_line",
+    "decode",
+    "format_numbers",
+    "parse_numbers",
+    "short",
+]
+
+DIGITS = 12
+"""The significant digits of a number that is written, as in `%.12g`."""
+
+Array = npt.NDArray[Any]
+
+_NEWLINE, _COMMA, _MINUS, _DOT, _ZERO = b"\n,-.0"
+_SLICE = 1 << 16  # bytes that are handled at once: their arrays fit the cache
+_POWERS = 10.0 ** np.arange(23)  # those that a float64 holds exactly
+_FOUR = np.frombuffer(b"".join(b"%04d" % i for i in range(10_000)), np.uint32)  # "0000" … "9999"
+
+
+class Row(NamedTuple):
+    """A line of the input that could be read."""
+
+    line: str
+    numbers: list[float]
+    key: str
+    fields: dict[str, Any]
+
+
+@dataclass
+class PlainInput:
+    """A number to a line."""
+
+    kind: ClassVar[str] = "plain"
+
+    columns: list[str]
+    by: str | None
+    names: list[str] | None = None  # of all columns, once known
+
+    @property
+    def averages(self) -> list[str]:
+        """The names of the averages."""
+        return ["average"]
+
+    def take_header(self, block: bytes) -> bytes:
+        """What follows the header, of which there is none."""
+        self.names = ["value"]
+        return block
+
+    def numbers(self, block: bytes) -> Array:
+        """The numbers, a row to a line, if all are as they should be; otherwise a ValueError."""
+        return parse_numbers(block)[:, None]
+
+    def parse(self, line: str) -> Row:
+        """A line of the input; a ValueError says what is wrong with it."""
+        number = _number(line, "a number")
+        return Row(line, [number], "", {"value": _json_number(number)})
+
+    def csv_cells(self, row: Row) -> str:
+        """The columns of the input, as CSV."""
+        return row.line
+
+    def json_object(self, row: Row) -> str:
+        """The columns of the input, as JSON: numbers where they are averaged, else strings."""
+        return json.dumps(row.fields, ensure_ascii=False)
+
+    def check_names(self) -> None:
+        """Fail unless the columns exist, and the averages are not among them."""
+        assert self.names is not None
+        for name in [*self.columns, *([] if self.by is None else [self.by])]:
+            if name not in self.names:
+                fail(f"no column {name!r} in the header; there are: {', '.join(self.names)}")
+        for name in self.averages:
+            if name in self.names:
+                fail(f"the input has a column {name!r} already; rename it, the average is to be it")
+
+
+class CsvInput(PlainInput):
+    """CSV with a header. A row is a line: a quoted cell may hold commas, but no line ends."""
+
+    kind = "csv"
+
+    @property
+    def averages(self) -> list[str]:
+        """The names of the averages."""
+        return [f"{name}_average" for name in self.columns]
+
+    def take_header(self, block: bytes) -> bytes:
+        """What follows the header; when going on from a state, there may be none."""
+        line, _, rest = block.partition(b"\n")
+        try:
+            names = [name.strip() for name in _cells(decode(line))]
+        except ValueError as error:
+            fail(f"line 1, the header: {error}")
+        if self.names is not None:
+            return rest if names == self.names else block
+        self.names = names
+        self.check_names()
+        return rest
+
+    def numbers(self, block: bytes) -> Array:
+        """The numbers, a row to a line, if all are as they should be; otherwise a ValueError."""
+        assert self.names is not None
+        found = []
+        for name in self.columns:
+            cells = column(block, self.names.index(name), len(self.names))
+            if cells is None:
+                raise ValueError("expected rows of as many cells as the header")
+            found.append(parse_numbers(cells))
+        return np.stack(found, axis=1)
+
+    def parse(self, line: str) -> Row:
+        """A line of the input; a ValueError says what is wrong with it."""
+        assert self.names is not None
+        cells = _cells(line)
+        if len(cells) != len(self.names):
+            raise ValueError(f"expected {len(self.names)} cells, got {len(cells)}")
+        fields: dict[str, Any] = dict(zip(reversed(self.names), reversed(cells), strict=True))
+        fields = {name: fields[name] for name in self.names}
+        numbers = [_number(fields[name], f"a number in column {name!r}") for name in self.columns]
+        key = "" if self.by is None else fields[self.by]
+        fields |= zip(self.columns, map(_json_number, numbers), strict=True)
+        return Row(line, numbers, key, fields)
+
+
+class JsonInput(CsvInput):
+    """JSON lines: an object to a line."""
+
+    kind = "jsonl"
+
+    def take_header(self, block: bytes) -> bytes:
+        """What follows the header, of which there is none: the first row names the columns."""
+        return block
+
+    def numbers(self, block: bytes) -> Array:
+        """A ValueError: JSON is read a row at a time."""
+        raise ValueError
+
+    def parse(self, line: str) -> Row:
+        """A line of the input; a ValueError says what is wrong with it."""
+        try:
+            fields = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"expected a JSON object ({error})") from error
+        if not isinstance(fields, dict):
+            raise ValueError("expected a JSON object")
+        numbers = []
+        for name in self.columns:
+            number = fields.get(name)
+            if name not in fields:
+                raise ValueError(f"expected a field {name!r}, got {list(fields)[:20]}")
+            if not isinstance(number, int | float) or isinstance(number, bool):
+                got = json.dumps(number)[:60]
+                raise ValueError(f"expected a number in field {name!r}, got {got}")
+            try:
+                numbers.append(float(number))
+            except OverflowError:  # as a float of as many digits would be
+                numbers.append(math.inf if number > 0 else -math.inf)
+        key: Any = ""
+        if self.by is not None:
+            if self.by not in fields:
+                raise ValueError(f"expected a field {self.by!r}, got {list(fields)[:20]}")
+            key = fields[self.by]
+        if taken := [name for name in self.averages if name in fields]:
+            raise ValueError(f"expected no field {taken[0]!r}, the average is to be it")
+        if self.names is None:
+            self.names = list(fields)
+        return Row(line.strip(), numbers, key if isinstance(key, str) else json.dumps(key), fields)
+
+    def json_object(self, row: Row) -> str:
+        """The columns of the input, as they came."""
+        return row.line
+
+    def csv_cells(self, row: Row) -> str:
+        """The columns of the input, as CSV: those of the first row."""
+        assert self.names is not None
+        values = [row.fields.get(name, "") for name in self.names]
+        return csv_line([v if isinstance(v, str) else json.dumps(v) for v in values])
+
+
+def decode(text: bytes) -> str:
+    """As text; bytes that are none are kept for the output."""
+    return text.decode(errors="surrogateescape")
+
+
+def short(text: str) -> str:
+    """A text to be quoted in a message."""
+    return repr(text) if len(text) <= 60 else f"{text[:50]!r}… ({len(text)} characters)"
+
+
+def _number(text: str, expected: str) -> float:
+    try:
+        if "_" not in text:  # which float allows
+            return float(text)
+    except ValueError:
+        pass
+    raise ValueError(f"expected {expected}")
+
+
+def _json_number(number: float) -> float | None:
+    """JSON has no infinities, and no NaN."""
+    return number if math.isfinite(number) else None
+
+
+def _cells(line: str) -> list[str]:
+    """The cells of a line of CSV."""
+    if '"' not in line:
+        return line.split(",")
+    csv.field_size_limit(2**31 - 1)
+    try:
+        return next(csv.reader([line], strict=True))
+    except csv.Error as error:
+        raise ValueError(f"expected CSV ({error})") from error
+
+
+def csv_line(cells: list[str]) -> str:
+    """A line of CSV, without its end."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="").writerow(cells)
+    return text.getvalue()
+
+
+def parse_numbers(block: bytes) -> Array:
+    r"""The number on each line, or a ValueError if a line is anything else.
+
+    Examples:
+        >>> parse_numbers(b"1.5\n-20\n1e3\n")
+        array([   1.5,  -20. , 1000. ])
+    """
+    return np.concatenate([_parse_slice(part) for part in _slices(block)])
+
+
+def _slices(block: bytes) -> Iterator[bytes]:
+    """A block in parts of whole lines."""
+    start = 0
+    while start < len(block):
+        end = block.rfind(b"\n", start, start + _SLICE) + 1 or block.index(b"\n", start) + 1
+        yield block[start:end]
+        start = end
+
+
+def _parse_slice(block: bytes) -> Array:
+    """The number on each line."""
+    numbers = _parse_decimals(block)
+    if numbers is not None:
+        return numbers
+    if b"_" in block:  # float would read 1_000
+        raise ValueError("expected a number, got an underscore")
+    return np.array([float(line) for line in block.split(b"\n")[:-1]])
+
+
+def _parse_decimals(block: bytes) -> Array | None:
+    """The numbers, if each is a decimal of at most 15 digits such as -12.5; otherwise None."""
+    text = np.frombuffer(block, np.uint8)
+    ends = np.flatnonzero(text == _NEWLINE)
+    starts = np.concatenate(([0], ends[:-1] + 1))
+    negative = text[starts] == _MINUS
+    dots = np.flatnonzero(text == _DOT)
+    if len(dots) in (0, len(ends)):
+        dotted: Any = slice(len(dots))
+    else:
+        dotted = np.searchsorted(ends, dots)
+    decimals = np.zeros(len(ends), np.int64)
+    decimals[dotted] = ends[dotted] - dots - 1
+    has_dot = np.zeros(len(ends), np.bool_)
+    has_dot[dotted] = True
+    lengths = ends - starts - negative - has_dot  # in digits
+    in_place = len(ends) + np.count_nonzero(negative) + np.count_nonzero(has_dot)
+    if (
+        in_place + np.count_nonzero(text - np.uint8(_ZERO) < 10) != len(text)
+        or np.any(dots < starts[dotted])
+        or np.any(dots > ends[dotted])
+        or not 1 <= lengths.min() <= lengths.max() <= 15
+    ):
+        return None
+    # a whole number below 10^15 and a power of ten are exact: so is the rounding of their ratio
+    digits = b"0" * 16 + block.translate(None, b".-")
+    stops = np.cumsum(lengths + 1) - 1
+    whole = _eight_digits(digits, stops + 8, lengths)
+    if lengths.max() > 8:
+        whole += 10**8 * _eight_digits(digits, stops, lengths - 8)
+    numbers: Array = whole / _POWERS[decimals]
+    return np.negative(numbers, out=numbers, where=negative)
+
+
+def _eight_digits(text: bytes, offsets: Array, lengths: Array) -> Array:
+    """The numbers that the last `lengths` of the 8 digits from each offset spell, as int64."""
+    words = np.ndarray(len(text) - 7, "<u8", text, strides=(1,))[offsets]
+    # the first digit is the lowest byte: shift out those before the number, and add up pairs
+    blank = (64 - 8 * np.minimum(np.maximum(lengths, 0), 8)).astype(np.uint64)
+    words ^= np.uint64(0x3030303030303030)
+    words >>= blank
+    words <<= blank
+    for width, mask in ((8, 0x00FF00FF00FF00FF), (16, 0x0000FFFF0000FFFF), (32, 0xFFFFFFFF)):
+        high = words >> np.uint64(width)
+        words *= np.uint64(10 ** (width // 8))
+        words += high
+        words &= np.uint64(mask)
+    return words.astype(np.int64)
+
+
+def column(block: bytes, index: int, width: int) -> bytes | None:
+    r"""A column of lines of CSV, a cell to a line; None if one is quoted or has other cells.
+
+    Examples:
+        >>> column(b"1,0.5\n2,0.25\n", index=1, width=2)
+        b'0.5\n0.25\n'
+    """
+    if b'"' in block:
+        return None
+    if width == 1:
+        return None if b"," in block else block
+    parts = [_column_slice(part, index, width) for part in _slices(block)]
+    found = [part for part in parts if part is not None]
+    return b"".join(found) if len(found) == len(parts) else None
+
+
+def _column_slice(block: bytes, index: int, width: int) -> bytes | None:
+    """The column of some lines; None if one has other cells."""
+    text = np.frombuffer(block, np.uint8)
+    ends = np.flatnonzero(text == _NEWLINE)
+    starts = np.concatenate(([0], ends[:-1] + 1))
+    commas: Array = np.flatnonzero(text == _COMMA)
+    if len(commas) != len(ends) * (width - 1):
+        return None
+    commas = commas.reshape(len(ends), width - 1)
+    if np.any(commas[:, 0] < starts) or np.any(commas[:, -1] > ends):
+        return None
+    edges = np.zeros(len(text) + 1, np.int8)
+    edges[starts if index == 0 else commas[:, index - 1] + 1] = 1
+    edges[1 + (ends if index == width - 1 else commas[:, index])] = -1
+    cells = text[np.add.accumulate(edges[:-1], dtype=np.int8).view(np.bool_)]
+    cells[cells == _COMMA] = _NEWLINE
+    return cells.tobytes()
+
+
+def format_numbers(numbers: Array) -> bytes:
+    r"""Each number on a line, as `%.12g`.
+
+    Examples:
+        >>> format_numbers(np.array([1.5, -20, 1 / 3, 1e-9]))
+        b'1.5\n-20\n0.333333333333\n1e-09\n'
+    """
+    step = _SLICE // 16
+    return b"".join(
+        _format_slice(numbers[start : start + step]) for start in range(0, len(numbers), step)
+    )
+
+
+def _format_slice(numbers: Array) -> bytes:
+    """The lines of some numbers."""
+    sizes = np.abs(numbers)
+    usual = (sizes >= 1e-3) & (sizes < 10.0**DIGITS)
+    sizes[~usual] = 1.0
+    exponents = np.floor(np.log10(sizes)).astype(np.int64)
+    scaled = sizes * _POWERS[DIGITS - 1 - exponents]
+    rounded = np.rint(scaled)
+    # the product is off by less than 2e-4: a fraction that near to a half may round either way
+    halves = np.abs(np.abs(scaled - rounded) - 0.5) < 2e-4
+    misplaced = (scaled < 10.0 ** (DIGITS - 1)) | (rounded >= 10.0**DIGITS)
+    unsure = np.flatnonzero(~usual | halves | misplaced)
+    if 4 * len(unsure) > len(numbers):
+        return (f"%.{DIGITS}g\n" * len(numbers) % tuple(numbers.tolist())).encode()
+    exponents[unsure], rounded[unsure] = 0, 10.0 ** (DIGITS - 1)  # to be overwritten
+    rows = np.zeros((len(numbers), 20), np.uint8)  # a byte that is not needed stays 0
+    rows[:, 0] = (numbers < 0) * np.uint8(_MINUS)
+    rows[:, -1] = _NEWLINE
+    digits = _without_zeros(rounded.astype(np.int64))
+    present = np.flatnonzero(np.bincount(exponents + 3)) - 3  # -3 is that of 0.001
+    for exponent in present.tolist():
+        alike: Any = slice(None) if len(present) == 1 else np.flatnonzero(exponents == exponent)
+        point = max(exponent + 1, 0)  # the digits before it
+        row, digit = rows[alike], digits[alike]
+        row[:, 1 : 1 + point] = np.maximum(digit[:, :point], _ZERO)
+        after = 2 + point
+        if exponent < 0:
+            lead = np.frombuffer(b"0." + b"0" * (-1 - exponent), np.uint8)
+            after = 1 + len(lead)
+            row[:, 1:after] = lead
+        elif point < DIGITS:
+            row[:, 1 + point] = (digit[:, point] > 0) * np.uint8(_DOT)
+        row[:, after : after + DIGITS - point] = digit[:, point:]
+        rows[alike] = row
+    for i in unsure.tolist():
+        text = (b"%.*g\n" % (DIGITS, numbers[i])).ljust(20, b"\0")
+        rows[i] = np.frombuffer(text, np.uint8)
+    return rows.tobytes().translate(None, b"\0")
+
+
+def _without_zeros(whole: Array) -> Array:
+    """The decimal digits of whole numbers of 12 of them, with 0 in place of the last zeros."""
+    high, low = np.divmod(whole, 10**8)
+    words = np.empty((len(whole), 3), np.uint32)
+    words[:, 0] = _FOUR[high]
+    high, low = np.divmod(low, 10**4)
+    words[:, 1] = _FOUR[high]
+    words[:, 2] = _FOUR[low]
+    digits = words.view(np.uint8)
+    ending = np.flatnonzero(digits[:, -1] == _ZERO)
+    for place in range(DIGITS - 1, 0, -1):
+        if not len(ending):
+            break
+        digits[ending, place] = 0
+        ending = ending[digits[ending, place - 1] == _ZERO]
+    return digits

@@ -1,0 +1,305 @@
+"""`tailavg profile`: every method at one step, side by side."""
+
+from __future__ import annotations
+
+import json
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from enum import StrEnum
+from itertools import chain
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from tailavg.cli.common import fail, parse_window
+from tailavg.profile import Profile, _newest_first
+from tailavg.profile import profile as summarise
+from tailavg.rules import AnytimeWindow, ExactWindow, Exponential, RawTail, Rule
+from tailavg.schedule import advance
+from tailavg.windows import Fixed, Growing, Window
+
+__all__ = ["profile"]
+
+WALKED = 10**6
+"""The exponential is summed sample by sample over this many; over more, its profile is scaled."""
+
+NEGLIGIBLE = 1e-30
+"""A weight that adds nothing to a mean age."""
+
+COUNTED = 2**62
+"""No count goes further: steps are 64-bit integers."""
+
+
+class Dtype(StrEnum):
+    """What accumulators are held in."""
+
+    float32 = "float32"
+    float64 = "float64"
+
+
+class Output(StrEnum):
+    """How the profiles are written."""
+
+    table = "table"
+    json = "json"
+
+
+def profile(
+    window: Annotated[
+        str,
+        typer.Option(help="The last so many samples (100), or the last fraction (0.25)."),
+    ],
+    count: Annotated[
+        str,
+        typer.Option(help="The number of samples so far, such as 10000 or 1e9."),
+    ],
+    at_most: Annotated[
+        int | None, typer.Option(help="The size beyond which a fraction does not grow.")
+    ] = None,
+    accumulators: Annotated[
+        int, typer.Option(min=2, max=100, help="The most accumulators to list.")
+    ] = 5,
+    parameters: Annotated[
+        str | None,
+        typer.Option(help="Numbers in a sample, such as 7e9: adds the memory of each method."),
+    ] = None,
+    dtype: Annotated[
+        Dtype,
+        typer.Option(help="What accumulators are held in; for 16-bit parameters, float32."),
+    ] = Dtype.float32,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Draw the weights here (.svg, .png, .pdf); needs the extra plot."),
+    ] = None,
+    output: Annotated[Output, typer.Option(help="How to write the profiles.")] = Output.table,
+) -> None:
+    """Compare the methods: size, ages and memory of each, for a window and a number of samples.
+
+    Example: tailavg profile --window 0.25 --count 1e6 --parameters 7e9 --plot weights.svg
+    """
+    chosen = parse_window(window, at_most)
+    t = _parse_whole(count, "--count")
+    numbers = None if parameters is None else _parse_whole(parameters, "--parameters")
+    rules = _rules(chosen, t, accumulators)
+    profiles = {name: _profile(rule, t) for name, rule in rules.items()}
+    memory = (
+        {}
+        if numbers is None
+        else {
+            name: _arrays(rules[name], got) * numbers * np.dtype(dtype.value).itemsize
+            for name, got in profiles.items()
+        }
+    )
+    if plot is not None:
+        _plot(rules, t, plot)
+    if output is Output.json:
+        rows = [
+            {"method": name} | asdict(got) | ({"memory": memory[name]} if memory else {})
+            for name, got in profiles.items()
+        ]
+        typer.echo(json.dumps(rows, indent=2))
+    else:
+        _print_table(rules, profiles, memory, dtype)
+
+
+def _parse_whole(text: str, option: str) -> int:
+    """A whole number of at least 1, which may be written as 7e9."""
+    try:
+        value = int(text) if text.strip().isdigit() else float(text)
+    except ValueError:
+        value = math.nan
+    if not 1 <= value <= COUNTED or value != int(value):
+        raise typer.BadParameter(
+            f"expected a whole number from 1 to 2^62, such as 7000000000 or 7e9, got {text!r}",
+            param_hint=option,
+        )
+    return int(value)
+
+
+def _rules(window: Window, t: int, most: int) -> dict[str, Rule]:
+    """The rules to compare, by name."""
+    anytime = {f"anytime, {n}": AnytimeWindow(window, n) for n in range(2, most + 1)}
+    return {
+        "raw tail": RawTail(window, t),
+        "exponential": Exponential(window),
+        **anytime,
+        "anytime, 3, paper's turns": AnytimeWindow(window, 3, turns="paper"),
+        "exact": ExactWindow(window),
+    }
+
+
+def _profile(rule: Rule, t: int) -> Profile:
+    """The profile at step t, in a time that hardly depends on it."""
+    if not isinstance(rule, Exponential):
+        return summarise(rule, _starts(rule, t), t)
+    small, steps, scale = _scaled(rule, t)
+    age, ages = 0, 0.0
+    for size, run in _newest_first(small, [], steps):
+        ages += float(np.dot(run, np.arange(age, age + size)))
+        age += size
+        if np.min(run) < NEGLIGIBLE:
+            break
+    size_now = float(rule.size(t))
+    # all has a weight but what came while the window held one sample: there, the decay is 0
+    oldest = t - max(1, bisect_right(range(1, t + 1), 1.0, key=rule.size))
+    return Profile(t, size_now, min(size_now, float(t)), ages * scale, oldest, rule.accumulators)
+
+
+def _starts(rule: Rule, t: int) -> list[int]:
+    """The starts of the blocks, for a rule that has blocks."""
+    return [] if isinstance(rule, Exponential | ExactWindow) else advance(rule, [0], t)
+
+
+def _scaled(rule: Rule, t: int) -> tuple[Rule, int, int]:
+    """A rule and step with the same profile but for a scale, over few enough samples to sum.
+
+    Blocks are few: only the exponential's weights are summed one by one, until they are
+    negligible, after about 40 windows. With a window and a stream that are both a hundred times
+    shorter, ages are a hundred times less: within a ten-thousandth, if 10,000 are left.
+    """
+    size = float(rule.size(t))
+    if not isinstance(rule, Exponential) or min(t, 40 * size) <= WALKED:
+        return rule, t, 1
+    scale = max(1, int(min(t / WALKED, size / 10**4)))
+    window: Window
+    if isinstance(rule.window, Fixed):
+        window = Fixed(round(rule.window.k / scale))
+    else:
+        cap = rule.window.at_most
+        window = Growing(rule.window.c, None if cap is None else max(1, round(cap / scale)))
+    return Exponential(window), t // scale, scale
+
+
+def _arrays(rule: Rule, got: Profile) -> int:
+    """How many arrays of the shape of a sample are held."""
+    return got.accumulators + (not isinstance(rule, ExactWindow))
+
+
+def _print_table(
+    rules: Mapping[str, Rule],
+    profiles: Mapping[str, Profile],
+    memory: Mapping[str, int],
+    dtype: Dtype,
+) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    any_profile = next(iter(profiles.values()))
+    size = float(rules["exact"].size(any_profile.count))
+    table = Table(
+        "method",
+        box=box.SIMPLE_HEAD,
+        title=f"a window of {size:,.10g} after {any_profile.count:,} samples",
+        title_justify="left",
+    )
+    columns = ["accumulators", "effective\nsize", "mean\nage", "oldest\nage"]
+    for column in [*columns, "memory"] if memory else columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    scaled = False
+    for name, got in profiles.items():
+        about = "≈" if _scaled(rules[name], got.count)[2] > 1 else ""
+        scaled |= bool(about)
+        cells = [
+            name,
+            f"{got.accumulators:,}",
+            f"{got.effective_size:,.1f}",
+            f"{about}{got.mean_age:,.1f}",
+            f"{got.oldest_age:,}",
+        ]
+        table.add_row(*cells, *([_in_bytes(memory[name])] if memory else []))
+    console = Console(highlight=False, width=200)  # a number that is cut short is no number
+    console.print(table)
+    console.print("exact holds samples, not accumulators; an age of 0 is the newest sample.")
+    if memory:
+        console.print(
+            f"Memory: the accumulators, in {dtype}, and one more array of the sum of recent "
+            "samples,\nwhich keeps their digits; for exact, the samples. Scratch is not counted."
+        )
+    if scaled:
+        console.print(f"≈ scaled up from about {WALKED:,} samples: right to 4 digits.")
+
+
+def _in_bytes(size: float) -> str:
+    """A number of bytes, in decimal units.
+
+    >>> _in_bytes(112e9), _in_bytes(40)
+    ('112 GB', '40 B')
+    """
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if size < 999.5:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:,.3g} PB" if size < 999.5 else f"{size:.2e} PB"
+
+
+def _plot(rules: Mapping[str, Rule], t: int, path: Path) -> None:
+    """Draw the weight of samples by age, in multiples of an even weight over the window."""
+    from io import BytesIO
+
+    try:
+        from matplotlib import rc_context, style
+        from matplotlib.figure import Figure
+    except ImportError:
+        fail("--plot needs matplotlib; install it with: pip install 'tailavg[plot]'")
+
+    size = min(float(t), float(rules["exact"].size(t)))
+    reach = min(float(t), 2.5 * size)
+    with style.context("tableau-colorblind10"), rc_context({"svg.hashsalt": "tailavg"}):
+        figure = Figure(figsize=(9, 4), layout="constrained")
+        axes = figure.subplots()
+        for (name, rule), line in zip(rules.items(), chain(["-.", ":"], _styles()), strict=False):
+            ages, weights = _curve(rule, t, reach)
+            axes.plot(ages, weights * size, line, label=name)
+        axes.set(
+            title=f"a window of {size:,.10g} after {t:,} samples",
+            xlabel="age of the sample",
+            ylabel="weight × size of the window",
+            xlim=(-0.02 * reach, reach),
+        )
+        axes.legend()
+        image = BytesIO()
+        kind = path.suffix.removeprefix(".").lower()
+        try:
+            figure.savefig(image, format=kind, metadata={"Date": None} if kind == "svg" else None)
+        except ValueError:
+            kinds = ", ".join(sorted(figure.canvas.get_supported_filetypes()))
+            raise typer.BadParameter(
+                f"expected a file name that ends in one of {kinds}, got {path.name!r}",
+                param_hint="--plot",
+            ) from None
+    try:
+        path.write_bytes(image.getvalue())
+    except OSError as error:
+        fail(f"{path}: cannot write the plot: {error.strerror}")
+
+
+def _styles() -> Iterable[str]:
+    while True:
+        yield from ("--", "-")
+
+
+def _curve(rule: Rule, t: int, reach: float) -> tuple[Any, Any]:
+    """Ages and weights to draw a line through, as far back as `reach`."""
+    rule, t, scale = _scaled(rule, t)
+    ages: list[Any] = []
+    weights: list[Any] = []
+    age = 0
+    for size, run in _newest_first(rule, _starts(rule, t), t):
+        if isinstance(run, np.ndarray):
+            kept = np.unique(np.linspace(0, size - 1, 1000).astype(int))
+            ages.append(age + kept)
+            weights.append(run[kept])
+        else:
+            ages.append([age, age + size])
+            weights.append([run, run])
+        age += size
+        if age * scale > reach:
+            break
+    ages.append([age, t])
+    weights.append([0.0, 0.0])
+    return np.concatenate(ages) * scale, np.concatenate(weights) / scale

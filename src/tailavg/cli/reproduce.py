@@ -1,0 +1,147 @@
+"""`tailavg reproduce`: the experiments of the paper."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tailavg.cli.common import fail
+
+if TYPE_CHECKING:
+    from tailavg.experiments.regression import Problem
+    from tailavg.experiments.report import Result
+
+__all__ = ["reproduce"]
+
+
+def reproduce(
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The folder to write to.", file_okay=False)
+    ] = Path("reproduction"),
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A few runs and step sizes: a look in seconds.")
+    ] = False,
+    step: Annotated[float, typer.Option(help="The step size of SGD.")] = 0.1,
+    start: Annotated[
+        str, typer.Option(help="w₀: a number for all coordinates, or normal.", metavar="POINT")
+    ] = "0",
+    optimum: Annotated[
+        str, typer.Option(help="w*: a number for all coordinates, or normal.", metavar="POINT")
+    ] = "normal",
+    seed: Annotated[int, typer.Option(min=0, help="Of the random numbers.")] = 0,
+    runs: Annotated[
+        int | None, typer.Option(min=2, help="Runs to average over: 100, or 20 if quick.")
+    ] = None,
+    batches: Annotated[int, typer.Option(min=10, help="Batches in a run.")] = 1000,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples in a batch.")] = 11,
+    dimension: Annotated[int, typer.Option(min=1, help="Of the regression.")] = 50,
+    noise: Annotated[float, typer.Option(help="ε², the variance of y given x.")] = 0.01,
+    at: Annotated[
+        int | None,
+        typer.Option(min=1, help="The t of the weights in Figure 4: 0.85 of the batches."),
+    ] = None,
+) -> None:
+    """Run the paper's experiments, and check what it says about them.
+
+    Writes report.html, the figures (SVG and PNG), curves.csv, claims.json and claims.md to a
+    folder. The paper does not give the step size, the start w₀ nor the solution w*: they are
+    options.
+
+    Example: tailavg reproduce --step 0.2 --output step-0.2
+    """
+    if find_spec("matplotlib") is None:
+        fail("reproduce draws figures with matplotlib: pip install 'tailavg[cli,plot]'")
+    from tailavg.experiments.regression import DivergedError, Problem
+
+    at = at or max(1, round(0.85 * batches))
+    if at > batches:
+        raise typer.BadParameter(f"expected at most the {batches} batches of a run, got --at {at}")
+    try:
+        problem = Problem(
+            step=step,
+            start=_point(start),
+            optimum=_point(optimum),
+            seed=seed,
+            runs=runs or (20 if quick else 100),
+            batches=batches,
+            batch_size=batch_size,
+            dimension=dimension,
+            noise=noise,
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    try:
+        result = _run(problem, at, quick, output)
+    except DivergedError as error:
+        fail(f"{error}; try a smaller --step")
+    except OSError as error:
+        fail(f"cannot write to {output}: {error}")
+    _show(result, output)
+
+
+def _point(text: str) -> Any:
+    if text == "normal":
+        return text
+    try:
+        return float(text)
+    except ValueError as error:
+        raise typer.BadParameter(f'expected a number or "normal", got {text!r}') from error
+
+
+def _run(problem: Problem, at: int, quick: bool, output: Path) -> Result:
+    """Measure, draw and write: to a folder inside `output`, moved out file by file when whole."""
+    from tempfile import TemporaryDirectory
+
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from tailavg.experiments import claims, regression, report
+
+    steps = [step for step in claims.STEPS[: 5 if quick else None] if step != problem.step]
+    console = Console(stderr=True)
+    existed = output.exists()
+    output.mkdir(parents=True, exist_ok=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    try:
+        with (
+            TemporaryDirectory(prefix=".partial-", dir=output) as partial,
+            Progress(*columns, console=console, disable=not console.is_terminal) as progress,
+        ):
+            bars = [
+                progress.add_task(name, total=total)
+                for name, total in (
+                    (f"SGD with step {problem.step:g}", problem.batches),
+                    (f"{len(steps)} other step sizes", problem.batches * len(steps)),
+                    ("Figures and report", 5),
+                )
+            ]
+            tell = [lambda done, bar=bar: progress.advance(bar, done) for bar in bars]
+            rules = regression.methods(problem.batches) | regression.turns()
+            errors = regression.measure(problem, rules, tell[0])
+            found = claims.sweep(problem, steps, tell[1])
+            found[problem.step] = claims.judge_all(errors)
+            result = report.Result(problem, at, quick, errors, dict(sorted(found.items())))
+            report.write(result, Path(partial), tell[2])
+            for file in sorted(Path(partial).iterdir()):
+                file.replace(output / file.name)
+    finally:
+        if not existed:
+            with suppress(OSError):  # it is kept if there is anything in it
+                output.rmdir()
+    return result
+
+
+def _show(result: Result, output: Path) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("the paper says", "ratio of errors, at its t", "verdict")
+    for row in result.findings:
+        table.add_row(row.claim.sentence, str(row.figure), row.verdict.value)
+    console = Console()
+    console.print(table)
+    typer.echo(f"The report: {(output / 'report.html').resolve()}")

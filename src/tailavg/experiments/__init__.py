@@ -1,0 +1,1 @@
+"""The experiments of the paper, made with the library that users call: `tailavg reproduce`."""

@@ -1,0 +1,182 @@
+"""The paper's problem: least squares by SGD with a constant step, and the error of each average."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tailavg import AnytimeWindow, ExactWindow, Exponential, RawTail, TailAverage
+from tailavg.rules import Rule
+
+__all__ = [
+    "Curve",
+    "DivergedError",
+    "Errors",
+    "Problem",
+    "Regression",
+    "measure",
+    "methods",
+    "turns",
+]
+
+Reals = npt.NDArray[np.float64]
+Point = float | Literal["normal"]
+
+KINDS: tuple[Literal["paper", "balanced"], ...] = ("paper", "balanced")
+
+CHUNK = 250_000
+"""How many numbers the averages take at once: few enough to stay in cache."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What fixes the iterates. The paper gives all but `step`, `start`, `optimum` and `seed`.
+
+    `start` (w₀) and `optimum` (w*) are a number for all coordinates, or "normal": drawn from
+    N(0, I), for each run anew.
+    """
+
+    step: float = 0.1
+    start: Point = 0.0
+    optimum: Point = "normal"
+    seed: int = 0
+    runs: int = 100
+    batches: int = 1000
+    batch_size: int = 11
+    dimension: int = 50
+    noise: float = 0.01  # ε², the variance of y given x
+
+    def __post_init__(self) -> None:
+        for name in ("step", "noise"):
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise ValueError(f"{name}: expected a number above 0, got {value!r}")
+        for name in ("start", "optimum"):
+            value = getattr(self, name)
+            if value != "normal" and not math.isfinite(value):
+                raise ValueError(f'{name}: expected a finite number or "normal", got {value!r}')
+        least = {"seed": 0, "runs": 2, "batches": 10, "batch_size": 1, "dimension": 1}
+        for name, bound in least.items():
+            if getattr(self, name) < bound:
+                raise ValueError(f"{name}: expected {bound} or more, got {getattr(self, name)!r}")
+
+
+class DivergedError(ArithmeticError):
+    """The step is too large: the error of an iterate is no longer a number."""
+
+
+class Regression:
+    """Minimise E(xᵀw - y)² for x ~ N(0, H), H = diag(1/i), y ~ N(xᵀw*, ε): all runs together."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.curvature: Reals = 1.0 / np.arange(1, problem.dimension + 1)
+        self._random = np.random.default_rng(problem.seed)
+        self.optimum = self._point(problem.optimum)
+        self.start = self._point(problem.start)
+
+    def _point(self, point: Point) -> Reals:
+        shape = (self.problem.runs, self.problem.dimension)
+        if point == "normal":
+            return self._random.standard_normal(shape)
+        return np.full(shape, float(point))
+
+    def excess(self, w: Reals) -> Reals:
+        """How far the loss of w, of shape (…, runs, d), is above the least: (w-w*)ᵀH(w-w*)."""
+        excess: Reals = np.square(w - self.optimum) @ self.curvature
+        return excess
+
+    def batches(self) -> Iterator[tuple[Reals, Reals]]:
+        """x of shape (runs, batch, d) and y of shape (runs, batch), batch after batch.
+
+        The same seed gives the same batches, whatever the step.
+        """
+        shape = (self.problem.runs, self.problem.batch_size)
+        for _ in range(self.problem.batches):
+            x = self._random.standard_normal((*shape, self.problem.dimension))
+            x *= np.sqrt(self.curvature)
+            y = (x @ self.optimum[..., None])[..., 0]
+            y += math.sqrt(self.problem.noise) * self._random.standard_normal(shape)
+            yield x, y
+
+    def iterates(self) -> Iterator[Reals]:
+        """w₁, w₂, …, the iterate after each batch, in chunks of shape (steps, runs, d)."""
+        w, chunk = self.start, []
+        most = max(1, CHUNK // w.size)
+        for x, y in self.batches():
+            residual = x @ w[..., None] - y[..., None]
+            gradient = 2.0 * (residual.swapaxes(1, 2) @ x)[:, 0] / self.problem.batch_size
+            w = w - self.problem.step * gradient
+            chunk.append(w)
+            if len(chunk) == most:
+                yield np.stack(chunk)
+                chunk = []
+        if chunk:
+            yield np.stack(chunk)
+
+
+class Curve(NamedTuple):
+    """A method on a window: "awa3" on "c = 0.5"."""
+
+    window: str
+    method: str
+
+
+Errors = Mapping[Curve, Reals]
+"""The excess error of each curve, of shape (batches, runs)."""
+
+
+def methods(total: int) -> dict[Curve, Rule]:
+    """The averages of the paper's two figures, under its names."""
+    rules: dict[Curve, Rule] = {}
+    for k in (10, 100):
+        rules[Curve(f"k = {k}", "expk")] = Exponential(k)
+        rules[Curve(f"k = {k}", "awak")] = AnytimeWindow(k, 2, turns="paper")
+        rules[Curve(f"k = {k}", "truek")] = ExactWindow(k)
+    for c in (0.25, 0.5):
+        rules[Curve(f"c = {c}", "raw")] = RawTail(c, total)
+        rules[Curve(f"c = {c}", "exp")] = Exponential(c)
+        rules[Curve(f"c = {c}", "awa")] = AnytimeWindow(c, 2, turns="paper")
+        rules[Curve(f"c = {c}", "awa3")] = AnytimeWindow(c, 3, turns="paper")
+        rules[Curve(f"c = {c}", "true")] = ExactWindow(c)
+    return rules
+
+
+def turns() -> dict[Curve, Rule]:
+    """The two kinds of turns, at equal memory."""
+    return {
+        Curve(f"c = {c}", f"{kind} {accumulators}"): AnytimeWindow(c, accumulators, turns=kind)
+        for c in (0.25, 0.5)
+        for kind in KINDS
+        for accumulators in range(2, 7)
+    }
+
+
+def measure(
+    problem: Problem, rules: Mapping[Curve, Rule], advance: Callable[[int], Any] = lambda _: None
+) -> dict[Curve, Reals]:
+    """The excess error of every average at every step of every run, all on the same iterates.
+
+    `advance` is told of the batches that are done, as they are.
+    """
+    regression = Regression(problem)
+    averages = {curve: TailAverage(rule) for curve, rule in rules.items()}
+    errors: dict[Curve, Reals] = {
+        curve: np.empty((problem.batches, problem.runs)) for curve in rules
+    }
+    done = 0
+    with np.errstate(over="ignore", invalid="ignore"):
+        for iterates in regression.iterates():
+            if not np.isfinite(regression.excess(iterates[-1])).all():
+                raise DivergedError(f"step {problem.step} is too large: the iterates diverge")
+            now = slice(done, done + len(iterates))
+            for curve, average in averages.items():
+                errors[curve][now] = regression.excess(average.scan(iterates))
+            done = now.stop
+            advance(len(iterates))
+    return errors

@@ -1,0 +1,154 @@
+"""`tailavg profile`, as a process: its numbers are those of averages that saw every sample."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tailavg import AnytimeWindow, ExactWindow, Exponential, Growing, RawTail, TailAverage
+from tailavg.cli.profile import _profile
+
+CHOOSING = Path(__file__).parent.parent / "docs" / "choosing.md"
+
+
+def run(*arguments, folder=None):
+    return subprocess.run(
+        [sys.executable, "-m", "tailavg", "profile", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        env={"PYTHONIOENCODING": "utf-8", "COLUMNS": "200"},
+    )
+
+
+def rows(*arguments):
+    process = run(*arguments, "--output", "json")
+    assert process.returncode == 0, process.stderr
+    return {row.pop("method"): row for row in json.loads(process.stdout)}
+
+
+def seen(rule, t):
+    average = TailAverage(rule)
+    average.update_many(np.zeros(t))
+    return average.profile()
+
+
+@pytest.mark.parametrize(
+    ("window", "options"),
+    [
+        (0.25, ["--window", "0.25"]),
+        (70, ["--window", "70"]),
+        (9000, ["--window", "9000"]),
+        (1, ["--window", "1"]),
+        (Growing(0.5, at_most=300), ["--window", "0.5", "--at-most", "300"]),
+    ],
+)
+def test_every_method_has_the_profile_of_an_average(window, options):
+    t = 7321
+    got = rows(*options, "--count", str(t), "--accumulators", "4")
+    rules = {
+        "raw tail": RawTail(window, t),
+        "exponential": Exponential(window),
+        "anytime, 2": AnytimeWindow(window, 2),
+        "anytime, 3": AnytimeWindow(window, 3),
+        "anytime, 4": AnytimeWindow(window, 4),
+        "anytime, 3, paper's turns": AnytimeWindow(window, 3, turns="paper"),
+        "exact": ExactWindow(window),
+    }
+    assert got.keys() == rules.keys()
+    for name, rule in rules.items():
+        expected = seen(rule, t)
+        for key in ("count", "size", "accumulators", "oldest_age"):
+            assert got[name][key] == getattr(expected, key), (name, key)
+        for key in ("effective_size", "mean_age"):
+            assert got[name][key] == pytest.approx(getattr(expected, key), rel=1e-9), (name, key)
+
+
+@pytest.mark.parametrize("window", [0.25, 0.9, 0.01, 100_000, Growing(0.1, at_most=200_000)])
+def test_an_exponential_that_is_scaled_has_four_digits(window):
+    t = 5_000_000
+    rule = Exponential(window)
+    decays = rule.decay(np.arange(1, t + 1))
+    kept = np.concatenate([np.cumprod(decays[:0:-1])[::-1], [1.0]])  # of sample i, until now
+    mean_age = np.sum((1 - decays) * kept * np.arange(t - 1, -1, -1))
+    got = _profile(rule, t)
+    assert got.mean_age == pytest.approx(mean_age, rel=2e-4)
+    assert got.effective_size == rule.size(t)
+    assert got.oldest_age == t - max(1, int((rule.size(np.arange(1, t + 1)) <= 1).sum()))
+
+
+def test_huge_counts_take_no_longer():
+    for window, size in (("100", 100), ("0.25", 250_000_000), ("250000000", 250_000_000)):
+        for row in rows("--window", window, "--count", "1e9").values():
+            assert row["count"] == 10**9
+            assert row["effective_size"] == pytest.approx(size, rel=1e-9)
+            assert 0.46 < row["mean_age"] / size < 0.51
+
+
+def test_memory():
+    got = rows("--window", "0.25", "--count", "1000", "--parameters", "7e9")
+    arrays = {name: row["memory"] / (4 * 7e9) for name, row in got.items()}
+    assert arrays["exponential"] == arrays["raw tail"] == 2
+    assert [arrays[f"anytime, {n}"] for n in (2, 3, 4, 5)] == [3, 4, 5, 6]
+    assert arrays["exact"] == 250
+    wide = rows("--window", "4", "--count", "9", "--parameters", "10", "--dtype", "float64")
+    assert wide["exponential"]["memory"] == 2 * 10 * 8
+    table = run("--window", "0.25", "--count", "1000", "--parameters", "7e9").stdout
+    assert re.search(r"anytime, 3 .* 112 GB", table)
+    assert re.search(r"exact .* 7 TB", table)
+    assert "one more array" in table
+
+
+def test_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    for count in ("2000", "1e9"):
+        for name, start in (("w.svg", b"<?xml"), ("w.png", b"\x89PNG")):
+            process = run("--window", "0.25", "--count", count, "--plot", name, folder=tmp_path)
+            assert process.returncode == 0, process.stderr
+            assert (tmp_path / name).read_bytes().startswith(start)
+    svg = (tmp_path / "w.svg").read_bytes()
+    run("--window", "0.25", "--count", "1e9", "--plot", "w.svg", folder=tmp_path)
+    assert (tmp_path / "w.svg").read_bytes() == svg
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--count", "10"], 2, "--window"),
+        (["--window", "10"], 2, "--count"),
+        (["--window", "2.5", "--count", "10"], 2, "expected an int >= 1"),
+        (["--window", "5", "--count", "0"], 2, "expected a whole number from 1"),
+        (["--window", "5", "--count", "1.5"], 2, "expected a whole number from 1"),
+        (["--window", "5", "--count", "many"], 2, "expected a whole number from 1"),
+        (["--window", "5", "--count", "nan"], 2, "expected a whole number from 1"),
+        (["--window", "5", "--count", "inf"], 2, "expected a whole number from 1"),
+        (["--window", "5", "--count", "9", "--parameters", "-1"], 2, "--parameters"),
+        (["--window", "5", "--count", "9", "--dtype", "float16"], 2, "float32"),
+        (["--window", "5", "--count", "9", "--at-most", "3"], 2, "--at-most goes with a fraction"),
+        (["--window", "5", "--count", "9", "--plot", "w.xyz"], 2, "expected a file name that ends"),
+        (["--window", "5", "--count", "9", "--plot", "no/w.svg"], 1, "no/w.svg: cannot write"),
+    ],
+)
+def test_mistakes(tmp_path, arguments, code, said):
+    process = run(*arguments, folder=tmp_path)
+    assert process.returncode == code
+    assert said in process.stderr
+    assert "Traceback" not in process.stderr
+    assert not process.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_tables_in_the_docs_are_what_is_printed():
+    blocks = re.findall(
+        r"```console\n\$ tailavg profile (.*)\n([^`]*)```", CHOOSING.read_text("utf-8")
+    )
+    assert blocks
+    for arguments, shown in blocks:
+        printed = run(*shlex.split(arguments)).stdout
+        assert [line.rstrip() for line in printed.splitlines()] == shown.splitlines()
