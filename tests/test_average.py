@@ -433,3 +433,13 @@ def test_exact_window_is_exact_again_after_a_huge_sample_has_left(window, method
     assert average.value() == pytest.approx(0.1, rel=2e-16)
     values = TailAverage(ExactWindow(4)).scan([1e16, 1.0, 2.0, 3.0, 4.0, 5.0])
     assert values[-2:].tolist() == [2.5, 3.5]
+
+
+@pytest.mark.parametrize("t", [70_000, 100_000, 200_000])
+def test_weights_too_small_for_a_float_are_left_out_of_the_profile(t):
+    average = TailAverage(Exponential(100))
+    average.update_many(np.zeros(t))
+    profile = average.profile()
+    assert profile.effective_size == pytest.approx(100, rel=1e-9)
+    assert profile.mean_age == pytest.approx(49.5, rel=1e-9)
+    assert average.weights().sum() == pytest.approx(1, abs=1e-12)

@@ -1,6 +1,7 @@
 """`tailavg profile`, as a process: its numbers are those of averages that saw every sample."""
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -23,7 +24,7 @@ def run(*arguments, folder=None):
         capture_output=True,
         text=True,
         encoding="utf-8",
-        env={"PYTHONIOENCODING": "utf-8", "COLUMNS": "200"},
+        env=os.environ | {"PYTHONIOENCODING": "utf-8", "COLUMNS": "200"},
     )
 
 

@@ -99,13 +99,21 @@ def test_every_nth():
 # Text to numbers and back
 
 
-@pytest.mark.parametrize("digits", [0, 3, 9, 16])
+@pytest.mark.parametrize("digits", [0, 3, 9, 13, 16])
 def test_numbers_are_read_as_float_reads_them(digits):
     spread = 10.0 ** RANDOM.integers(0, 6, 20_000)
     texts = [f"{x:.{digits}f}" for x in RANDOM.normal(size=20_000) * spread]
     texts += ["-0", "5.", ".5", "-.5", "007", "999999999999999", "0.000000000000001"]
     read = parse_numbers(lines(texts).encode()).tolist()
     assert list(map(repr, read)) == [repr(float(text)) for text in texts]
+
+
+def test_numbers_half_way_between_floats_are_read_as_float_reads_them():
+    middles = (2**60 + 128 + 256 * RANDOM.integers(0, 2**51, 5000)).tolist()
+    texts = [str(whole + off) for whole in middles for off in (-1, 0, 1)]
+    texts += [str(2**power - off) for power in range(54, 63) for off in (0, 1, 2, 64, 128)]
+    texts += ["0.1234567890123456789012", "-12345678901234567890123", "9999999999999999999"]
+    assert parse_numbers(lines(texts).encode()).tolist() == [float(text) for text in texts]
 
 
 def test_numbers_of_all_kinds_in_one_block():
@@ -452,7 +460,7 @@ def test_half_a_line_is_waited_for():
         assert live.ask("0") == "15.5\n"
 
 
-LONG = [f"{x:.5f}" for x in RANDOM.normal(1, 1, 10_000)]
+LONG = [f"{x:.5f}" for x in RANDOM.normal(1, 1, 40_000)]
 METHODS = [
     ["-w", "0.25"],
     ["-w", "1000"],
@@ -471,11 +479,11 @@ def test_stop_and_go_is_never_stopping(tmp_path, options, odd):
     """To the byte, wherever it is cut."""
     numbers = list(LONG)
     if odd:
-        numbers[5000] = odd
+        numbers[20_000] = odd
     whole = done(*options, text=lines(numbers))
     parts = [
         done(*options, "--state", tmp_path / "state", text=lines(numbers[start:end]))
-        for start, end in pairwise([0, 1, 4100, 5000, 5001, 10_000])
+        for start, end in pairwise([0, 1, 14_000, 20_000, 20_001, 40_000])
     ]
     assert "".join(parts) == whole
     assert [path.name for path in tmp_path.iterdir()] == ["state"]
@@ -532,7 +540,7 @@ def test_signals_save_the_state(tmp_path, options, number, code):
 def test_a_signal_in_the_midst_of_a_flood(tmp_path):
     """Then what was written, and the state, are those of the same number of lines."""
     state, feed = tmp_path / "state", tmp_path / "feed.txt"
-    feed.write_text(lines(LONG) * 200)
+    feed.write_text(lines(LONG) * 50)
     with Live("-w", "0.25", "--state", state, feed) as live:
         written = [live.process.stdout.readline()]
         live.process.send_signal(signal.SIGTERM)
@@ -540,8 +548,8 @@ def test_a_signal_in_the_midst_of_a_flood(tmp_path):
         assert live.process.wait(timeout=60) == 143
         told = live.process.stderr.read()
     assert f"stopped after line {len(written)};" in told
-    assert len(written) < 200 * len(LONG)
-    following = (lines(LONG) * 200).splitlines()[len(written) :][:100]
+    assert len(written) < 50 * len(LONG)
+    following = (lines(LONG) * 50).splitlines()[len(written) :][:100]
     after = done("-w", "0.25", "--state", state, text=lines(following))
     whole = done("-w", "0.25", feed).splitlines(keepends=True)
     assert "".join(written) == "".join(whole[: len(written)])

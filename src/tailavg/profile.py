@@ -11,7 +11,7 @@ import numpy as np
 from tailavg.rules import ExactWindow, Exponential, Rule, read
 from tailavg.windows import Reals
 
-__all__ = ["Profile", "dense_weights", "profile"]
+__all__ = ["Profile", "dense_weights", "newest_first", "profile"]
 
 _CHUNK = 65536
 
@@ -38,7 +38,7 @@ def dense_weights(rule: Rule, starts: Sequence[int], t: int) -> Reals:
     """The weight of each of t samples, oldest first; `starts` are those of the blocks."""
     weights = np.zeros(t)
     end = t
-    for size, run in _newest_first(rule, starts, t):
+    for size, run in newest_first(rule, starts, t):
         weights[end - size : end] = run[::-1] if isinstance(run, np.ndarray) else run
         end -= size
     return weights
@@ -48,7 +48,7 @@ def profile(rule: Rule, starts: Sequence[int], t: int) -> Profile:
     """The summary of `dense_weights`, in constant memory."""
     squares = ages = 0.0
     age = 0
-    for size, run in _newest_first(rule, starts, t):
+    for size, run in newest_first(rule, starts, t):
         if isinstance(run, np.ndarray):
             squares += float(run @ run)
             ages += float(run @ np.arange(age, age + size))
@@ -60,7 +60,7 @@ def profile(rule: Rule, starts: Sequence[int], t: int) -> Profile:
     return Profile(t, float(rule.size(t)), 1.0 / squares, ages, age - 1, held)
 
 
-def _newest_first(rule: Rule, starts: Sequence[int], t: int) -> Iterator[tuple[int, float | Reals]]:
+def newest_first(rule: Rule, starts: Sequence[int], t: int) -> Iterator[tuple[int, float | Reals]]:
     """Runs of samples, from the newest to the oldest that has a weight: size, weight of each."""
     if not t:
         return
@@ -70,7 +70,10 @@ def _newest_first(rule: Rule, starts: Sequence[int], t: int) -> Iterator[tuple[i
             decays = rule.decay(np.arange(t, max(0, t - _CHUNK), -1))
             left = kept * np.cumprod(decays)
             run = (1.0 - decays) * np.concatenate([[kept], left[:-1]])
-            run = run[: np.flatnonzero(run)[-1] + 1]
+            weighted = np.flatnonzero(run)
+            if not len(weighted):  # all that is left is too little for a float
+                return
+            run = run[: weighted[-1] + 1]
             yield len(run), run
             kept = float(left[-1])
             t -= len(decays)

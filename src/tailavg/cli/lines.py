@@ -41,6 +41,7 @@ Array = npt.NDArray[Any]
 _NEWLINE, _COMMA, _MINUS, _DOT, _ZERO = b"\n,-.0"
 _SLICE = 1 << 16  # bytes that are handled at once: their arrays fit the cache
 _POWERS = 10.0 ** np.arange(23)  # those that a float64 holds exactly
+_LONGEST = 19 if np.finfo(np.longdouble).nmant >= 63 else 15  # in digits, to be exact
 _FOUR = np.frombuffer(b"".join(b"%04d" % i for i in range(10_000)), np.uint32)  # "0000" … "9999"
 
 
@@ -276,7 +277,7 @@ def _parse_slice(block: bytes) -> Array:
 
 
 def _parse_decimals(block: bytes) -> Array | None:
-    """The numbers, if each is a decimal of at most 15 digits such as -12.5; otherwise None."""
+    """The numbers, if each is a decimal such as -12.5; otherwise None."""
     text = np.frombuffer(block, np.uint8)
     ends = np.flatnonzero(text == _NEWLINE)
     starts = np.concatenate(([0], ends[:-1] + 1))
@@ -296,21 +297,32 @@ def _parse_decimals(block: bytes) -> Array | None:
         in_place + np.count_nonzero(text - np.uint8(_ZERO) < 10) != len(text)
         or np.any(dots < starts[dotted])
         or np.any(dots > ends[dotted])
-        or not 1 <= lengths.min() <= lengths.max() <= 15
+        or lengths.min() < 1
     ):
         return None
-    # a whole number below 10^15 and a power of ten are exact: so is the rounding of their ratio
-    digits = b"0" * 16 + block.translate(None, b".-")
+    digits = b"0" * 24 + block.translate(None, b".-")
     stops = np.cumsum(lengths + 1) - 1
-    whole = _eight_digits(digits, stops + 8, lengths)
-    if lengths.max() > 8:
-        whole += 10**8 * _eight_digits(digits, stops, lengths - 8)
-    numbers: Array = whole / _POWERS[decimals]
+    whole = _eight_digits(digits, stops + 16, lengths)
+    longest = min(lengths.max(), _LONGEST)
+    for words in range(1, (longest + 7) // 8):
+        more = _eight_digits(digits, stops + 16 - 8 * words, lengths - 8 * words)
+        whole += more * np.uint64(10 ** (8 * words))
+    unsure = lengths > _LONGEST
+    decimals = np.minimum(decimals, len(_POWERS) - 1)
+    if longest <= 15:  # both are exact, so their ratio is rounded once
+        numbers: Array = whole / _POWERS[decimals]
+    else:  # it is rounded twice, which can matter if it then was half-way between two floats
+        ratio = whole / _POWERS.astype(np.longdouble)[decimals]
+        numbers = ratio.astype(np.float64)
+        rest, gap = np.abs(ratio - numbers), np.spacing(numbers)
+        unsure |= (rest == gap / 2) | (rest == gap / 4)
+    for i in np.flatnonzero(unsure).tolist():
+        numbers[i] = abs(float(block[starts[i] : ends[i]]))
     return np.negative(numbers, out=numbers, where=negative)
 
 
 def _eight_digits(text: bytes, offsets: Array, lengths: Array) -> Array:
-    """The numbers that the last `lengths` of the 8 digits from each offset spell, as int64."""
+    """The numbers that the last `lengths` of the 8 digits from each offset spell."""
     words = np.ndarray(len(text) - 7, "<u8", text, strides=(1,))[offsets]
     # the first digit is the lowest byte: shift out those before the number, and add up pairs
     blank = (64 - 8 * np.minimum(np.maximum(lengths, 0), 8)).astype(np.uint64)
@@ -322,7 +334,7 @@ def _eight_digits(text: bytes, offsets: Array, lengths: Array) -> Array:
         words *= np.uint64(10 ** (width // 8))
         words += high
         words &= np.uint64(mask)
-    return words.astype(np.int64)
+    return words
 
 
 def column(block: bytes, index: int, width: int) -> bytes | None:

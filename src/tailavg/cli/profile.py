@@ -16,7 +16,7 @@ import numpy as np
 import typer
 
 from tailavg.cli.common import fail, parse_window
-from tailavg.profile import Profile, _newest_first
+from tailavg.profile import Profile, newest_first
 from tailavg.profile import profile as summarise
 from tailavg.rules import AnytimeWindow, ExactWindow, Exponential, RawTail, Rule
 from tailavg.schedule import advance
@@ -138,7 +138,7 @@ def _profile(rule: Rule, t: int) -> Profile:
         return summarise(rule, _starts(rule, t), t)
     small, steps, scale = _scaled(rule, t)
     age, ages = 0, 0.0
-    for size, run in _newest_first(small, [], steps):
+    for size, run in newest_first(small, [], steps):
         ages += float(np.dot(run, np.arange(age, age + size)))
         age += size
         if np.min(run) < NEGLIGIBLE:
@@ -289,7 +289,7 @@ def _curve(rule: Rule, t: int, reach: float) -> tuple[Any, Any]:
     ages: list[Any] = []
     weights: list[Any] = []
     age = 0
-    for size, run in _newest_first(rule, _starts(rule, t), t):
+    for size, run in newest_first(rule, _starts(rule, t), t):
         if isinstance(run, np.ndarray):
             kept = np.unique(np.linspace(0, size - 1, 1000).astype(int))
             ages.append(age + kept)
