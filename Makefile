@@ -26,6 +26,7 @@ figures: $(STAMPS)/plot  ## draw the figures of the documentation anew
 
 bench: $(STAMPS)/bench
 	$(BIN)/python benchmarks/core.py
+	$(BIN)/python benchmarks/stream.py
 
 clean:
 	rm -rf .venv site

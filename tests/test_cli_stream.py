@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from itertools import pairwise
 
 import numpy as np
@@ -422,11 +423,14 @@ class Live:
             text=True,
             env=ENVIRONMENT,
         )
+        self.limit = threading.Timer(120, self.process.kill)  # a missing answer fails, not hangs
+        self.limit.start()
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
+        self.limit.cancel()
         self.process.kill()
         self.process.communicate()
 

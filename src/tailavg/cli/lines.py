@@ -39,7 +39,7 @@ DIGITS = 12
 Array = npt.NDArray[Any]
 
 _NEWLINE, _COMMA, _MINUS, _DOT, _ZERO = b"\n,-.0"
-_SLICE = 1 << 16  # bytes that are handled at once: their arrays fit the cache
+_SLICE = 1 << 17  # bytes that are handled at once: their arrays fit the cache
 _POWERS = 10.0 ** np.arange(23)  # those that a float64 holds exactly
 _LONGEST = 19 if np.finfo(np.longdouble).nmant >= 63 else 15  # in digits, to be exact
 _FOUR = np.frombuffer(b"".join(b"%04d" % i for i in range(10_000)), np.uint32)  # "0000" … "9999"

@@ -61,7 +61,7 @@ def stream(
         ),
     ],
     file: Annotated[
-        str, typer.Argument(metavar="[FILE]", help="What to read; - is standard input.")
+        str, typer.Argument(metavar="FILE", help="What to read; - is standard input.")
     ] = "-",
     column: Annotated[
         list[str] | None,
