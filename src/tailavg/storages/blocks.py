@@ -291,7 +291,7 @@ class BlockStorage(TailAverage, rules=(AnytimeWindow, RawTail)):
         shares = np.full(size, 1.0 / size)
         self._fold()
         means = np.reshape(self._means, (z + 1, width)).astype(dtype)
-        blocks = max(1, 2 * CHUNK // (size * max(1, width)))
+        blocks = max(1, 8 * CHUNK // (size * max(1, width)))
         while done < end:
             part = slice(done, min(end, done + blocks * size))
             n = (part.stop - done) // size
