@@ -83,6 +83,9 @@ class BlockStorage(TailAverage, rules=(AnytimeWindow, RawTail)):
                 self._sum += x
                 self._count = t + 1
                 return
+            if self._floats_until > 0:  # an event is due, and nothing needs a check
+                self._add(x)
+                return
         elif (
             t < self._arrays_until
             and x.__class__ is _ndarray

@@ -103,6 +103,9 @@ class DecayedStorage(TailAverage, rules=(Exponential,)):
                 self._sum += x * self._factors[t - self._folded]
                 self._count = t + 1
                 return
+            if self._floats_until > 0:  # a fold is due, and nothing needs a check
+                self._add(x)
+                return
         elif (
             t < self._arrays_until
             and x.__class__ is _ndarray
