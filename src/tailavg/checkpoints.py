@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -22,6 +21,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from tailavg.files import whole_file
 from tailavg.profile import dense_weights
 from tailavg.rules import ExactWindow, Exponential, Rule
 from tailavg.schedule import advance
@@ -134,7 +134,7 @@ def average_checkpoints(
                             progress(done, total)
             yield from sums
 
-    with _whole_or_not_at_all(output) as stream:
+    with whole_file(output) as stream:
         newest.write(stream, averages())
     return [file.path for file, _ in terms]
 
@@ -179,21 +179,6 @@ def _check_alike(file: _File, newest: _File) -> None:
                 f"{where}: tensor {name!r}: expected it tied to {expected.tied_to}, "
                 f"got {got.tied_to}"
             )
-
-
-@contextmanager
-def _whole_or_not_at_all(path: Path) -> Iterator[BinaryIO]:
-    """A file under a temporary name, which gets its own when all is written."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        with temporary.open("xb") as stream:
-            yield stream
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 class _Safetensors(_File):

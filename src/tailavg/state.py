@@ -24,13 +24,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tailavg.files import whole_file
 from tailavg.rules import AnytimeWindow, ExactWindow, Exponential, RawTail, Rule
 from tailavg.windows import Fixed, Growing
 
@@ -128,19 +128,10 @@ def check(state: Any) -> None:
 
 def write_file(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
     """Write a state to one .npz file, whole or not at all."""
-    path = Path(path)
     arrays = {key: np.asarray(state[key]) for key in ("starts", "blocks", "partial")}
     header = {key: value for key, value in state.items() if key not in arrays}
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        with temporary.open("xb") as file:
-            np.savez(file, allow_pickle=False, header=np.asarray(json.dumps(header)), **arrays)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with whole_file(path) as file:
+        np.savez(file, allow_pickle=False, header=np.asarray(json.dumps(header)), **arrays)
 
 
 def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:

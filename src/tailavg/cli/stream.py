@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import select
 import signal
 from collections.abc import Iterator
@@ -33,6 +32,7 @@ from tailavg.cli.lines import (
     format_numbers,
     short,
 )
+from tailavg.files import whole_file
 from tailavg.rules import Rule
 from tailavg.state import plain
 
@@ -471,16 +471,10 @@ class Session:
             "headed": self.headed,
             "series": series,
         }
-        text = json.dumps(state)
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         try:
-            with temporary.open("x") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
+            with whole_file(path) as file:
+                file.write(json.dumps(state).encode())
         except OSError as error:
-            temporary.unlink(missing_ok=True)
             fail(f"{path}: cannot save the state: {error.strerror}")
 
 
