@@ -12,8 +12,9 @@ A state is a dict of plain data:
 - `blocks`: their means, stacked along the first axis (a list when samples are numbers); the last
   block is open, and its mean is over its samples up to step `folded`
 - `folded`: the step up to which the samples are in the blocks' means
-- `partial`: the sum of the samples since, with what the last fold rounded off; for an `Exponential`, of sample i times
-  (1 - decay(i)) / (decay(folded + 1) ⋯ decay(i)), or 1 - decay(i) if that product is below 2⁻³²
+- `partial`: the sum of the samples since, and of what the last fold rounded off; for an
+  `Exponential`, the sum of sample i times (1 - decay(i)) / (decay(folded + 1) ⋯ decay(i)), or times
+  1 - decay(i) if that product is below 2⁻³²
 
 An `Exponential` has one block and its mean is the average at step `folded`; an `ExactWindow` has
 blocks of one sample.
