@@ -9,13 +9,11 @@ import sys
 import time
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
-
-pytest.importorskip("safetensors")
-ml_dtypes = pytest.importorskip("ml_dtypes")
-from safetensors import safe_open  # noqa: E402
-from safetensors.numpy import load_file, save_file  # noqa: E402
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -316,7 +317,7 @@ def test_closed_standard_streams():
 
 
 def test_a_full_disk():
-    with open("/dev/full", "wb") as full:  # noqa: PTH123
+    with Path("/dev/full").open("wb") as full:
         process = subprocess.run(
             [*COMMAND, "-w", "3"], input=b"1\n", stdout=full, stderr=subprocess.PIPE
         )

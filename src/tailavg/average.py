@@ -31,7 +31,7 @@ class TailAverage:
 
     `dtype` is that of the accumulators. By default numbers are held in float64; arrays in their
     own precision but at least float32, with sums folded every few hundred samples, so that a
-    float32 average keeps 5 digits over a window of any length. Integers become float64.
+    float32 average keeps 5 digits over a million samples. Integers become float64.
 
     `nan_policy` is `"propagate"`, `"raise"`, or `"omit"`: a sample with any NaN in it is left
     out whole and not counted. Infinities are data.
@@ -349,8 +349,6 @@ class TailAverage:
         return all(mine[key] == its[key] for key in mine if key not in arrays) and all(
             np.array_equal(mine[key], its[key], equal_nan=True) for key in arrays
         )
-
-    __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
         options = [repr(self._rule)]

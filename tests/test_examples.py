@@ -1,0 +1,28 @@
+"""The examples run, and print the figures that README and docs quote."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize(
+    ("name", "quoted"),
+    [
+        ("noisy_stream", ["anytime window", "The picture is in"]),
+        ("newest_block", ["0.476", "0.479", "0.485", "0.499"]),
+        ("float32", ["running mean", "5.0e-04", "9.6e-03", "2.5e-06"]),
+    ],
+)
+def test_an_example_prints_what_is_quoted_of_it(name, quoted, tmp_path):
+    script = ROOT / "examples" / f"{name}.py"
+    run = subprocess.run(
+        [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    for text in quoted:
+        assert text in run.stdout
+    if name == "noisy_stream":
+        assert (tmp_path / "build" / "noisy_stream.png").stat().st_size > 10_000
