@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
-from itertools import pairwise
 from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
@@ -245,19 +244,17 @@ class TailAverage:
         if not self._scalar:
             blocks = np.array(blocks, self._dtype).reshape(len(blocks), *self._shape)
             partial = np.array(np.broadcast_to(partial, self._shape), self._dtype)
-        return {
-            "format": layout.FORMAT,
-            "version": layout.VERSION,
-            "rule": layout.plain(self._rule),
-            "nan_policy": self._nan_policy,
-            "dtype": None if self._dtype is None else self._dtype.name,
-            "scalar": self._scalar,
-            "count": self._count,
-            "starts": self._starts_now(),
-            "blocks": blocks,
-            "folded": folded,
-            "partial": partial,
-        }
+        return layout.state(
+            self._rule,
+            nan_policy=self._nan_policy,
+            dtype=None if self._dtype is None else self._dtype.name,
+            scalar=self._scalar,
+            count=self._count,
+            starts=self._starts_now(),
+            blocks=blocks,
+            folded=folded,
+            partial=partial,
+        )
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> TailAverage:
@@ -281,16 +278,7 @@ class TailAverage:
         if count:
             if average._dtype is None:
                 raise ValueError(f"state: dtype: expected that of {count} samples, got None")
-            if starts[0] < 0 or any(b <= a for a, b in pairwise([*starts, count])):
-                raise ValueError(
-                    f"state: sizes do not add up: expected starts that rise from 0 or more to "
-                    f"below the count {count}, got {starts}"
-                )
-            if not starts[-1] <= folded <= count:
-                raise ValueError(
-                    f"state: sizes do not add up: expected folded in [{starts[-1]}, {count}], "
-                    f"got {folded}"
-                )
+            layout.check_steps(count, starts, folded)
             try:
                 blocks = _numbers(state["blocks"], "state: blocks")
                 partial = _numbers(state["partial"], "state: partial")

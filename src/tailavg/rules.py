@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tailavg.windows import NEVER, AnyWindow, Fixed, Window, as_window, whole
+from tailavg.windows import NEVER, AnyWindow, Fixed, Window, as_window, smaller, whole
 
 __all__ = ["AnytimeWindow", "ExactWindow", "Exponential", "RawTail", "as_rule", "join", "read"]
 
@@ -133,8 +133,7 @@ class Exponential(_OfWindow):
             >>> [round(Exponential(0.5).decay(t), 3) for t in (1, 2, 10, 100, 1000)]
             [0.0, 0.0, 0.696, 0.966, 0.997]
         """
-        least = np.minimum if isinstance(t, np.ndarray) else min
-        return join(least(t - 1, self.window.size(t - 1)), 1.0, self.window.size(t))
+        return join(smaller(t - 1, self.window.size(t - 1)), 1.0, self.window.size(t))
 
 
 @dataclass(frozen=True, init=False)

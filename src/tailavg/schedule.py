@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from tailavg.rules import BlockRule
+from tailavg.rules import BlockRule, read
 from tailavg.windows import NEVER
 
-__all__ = ["advance", "oldest_needed", "period", "turn"]
+__all__ = ["SUM", "advance", "check_starts", "oldest_needed", "period", "terms", "turn"]
+
+SUM = -1
+"""Stands for the sum of the samples that are in no mean yet, in the place of a block."""
 
 
 def turn(rule: BlockRule, starts: Sequence[int], t: int) -> list[int]:
@@ -73,3 +76,34 @@ def oldest_needed(rule: BlockRule, starts: Sequence[int], t: int) -> tuple[int, 
         if t < (enough := rule.window.filled_at(end)):
             return block, enough
     return len(starts) - 1, NEVER
+
+
+def terms(rule: BlockRule, starts: Sequence[int], folded: int, t: int) -> list[tuple[float, int]]:
+    """The average at step t: weights, each with the block whose mean it is of, or with `SUM`.
+
+    What has no weight is left out: a zero times a NaN would be a NaN.
+
+    Examples:
+        >>> from tailavg import AnytimeWindow
+        >>> terms(AnytimeWindow(100), [0, 50, 100], folded=100, t=110)
+        [(0.29708629022101113, 0), (0.585761424815824, 1), (0.011715228496316479, -1)]
+    """
+    sizes = [end - start for start, end in pairwise([*starts, t])]
+    weights = read(sizes, rule.size(t))
+    found = [(weight, block) for block, weight in enumerate(weights[:-1]) if weight]
+    weight = weights[-1] / sizes[-1]  # of each sample of the open block
+    if folded > starts[-1]:
+        found.append((weight * (folded - starts[-1]), len(starts) - 1))
+    if t > folded:
+        found.append((weight, SUM))
+    return found
+
+
+def check_starts(rule: BlockRule, starts: Sequence[int], t: int) -> None:
+    """Raise a ValueError unless these are the starts of the blocks at step t."""
+    expected = advance(rule, [0], t) if t else []
+    if list(starts) != expected:
+        raise ValueError(
+            f"state: sizes do not add up: {rule} has blocks that start at {expected} "
+            f"after {t} samples, got {list(starts)}"
+        )

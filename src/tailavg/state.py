@@ -25,7 +25,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,17 @@ from tailavg.files import whole_file
 from tailavg.rules import AnytimeWindow, ExactWindow, Exponential, RawTail, Rule
 from tailavg.windows import Fixed, Growing
 
-__all__ = ["FORMAT", "VERSION", "check", "plain", "read_file", "rule_from", "write_file"]
+__all__ = [
+    "FORMAT",
+    "VERSION",
+    "check",
+    "check_steps",
+    "plain",
+    "read_file",
+    "rule_from",
+    "state",
+    "write_file",
+]
 
 FORMAT = "tailavg"
 VERSION = 1
@@ -51,7 +62,7 @@ _KEYS: dict[str, Any] = {
     "starts": (list, tuple),
     "blocks": (list, tuple, np.ndarray),
     "folded": int,
-    "partial": (int, float, complex, np.ndarray),
+    "partial": (int, float, complex, np.ndarray, Mapping),
 }
 _TYPES: dict[str, Any] = {
     kind.__name__: kind
@@ -102,8 +113,59 @@ def _described(data: Any) -> Any:
         raise ValueError(f"state: cannot make a {kind.__name__} of {fields}: {error}") from error
 
 
-def check(state: Any) -> None:
-    """Raise a ValueError unless `state` has the keys, types and version of this layout."""
+def state(
+    rule: Rule,
+    *,
+    nan_policy: str = "propagate",
+    dtype: str | None,
+    scalar: bool = False,
+    count: int,
+    starts: list[int],
+    blocks: Any,
+    folded: int,
+    partial: Any,
+) -> dict[str, Any]:
+    """A state in this layout."""
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "rule": plain(rule),
+        "nan_policy": nan_policy,
+        "dtype": dtype,
+        "scalar": scalar,
+        "count": count,
+        "starts": starts,
+        "blocks": blocks,
+        "folded": folded,
+        "partial": partial,
+    }
+
+
+def check_steps(count: int, starts: Sequence[int], folded: int) -> None:
+    """Raise a ValueError unless blocks that start there can be those of so many samples."""
+    if not count and not starts and not folded:
+        return
+    if (
+        count < 1
+        or not starts
+        or starts[0] < 0
+        or any(b <= a for a, b in pairwise([*starts, count]))
+    ):
+        raise ValueError(
+            f"state: sizes do not add up: expected starts that rise from 0 or more to "
+            f"below the count {count}, got {starts}"
+        )
+    if not starts[-1] <= folded <= count:
+        raise ValueError(
+            f"state: sizes do not add up: expected folded in [{starts[-1]}, {count}], got {folded}"
+        )
+
+
+def check(state: Any, also: tuple[str, ...] = ()) -> None:
+    """Raise a ValueError unless `state` has the keys, types and version of this layout.
+
+    A storage may have keys of its own beside them: those of `also`, whole numbers.
+    """
     if not isinstance(state, Mapping):
         raise ValueError(f"state: expected a dict, got {type(state).__name__}")
     if state.get("format") != FORMAT:
@@ -113,11 +175,12 @@ def check(state: Any) -> None:
             f"state: expected version {VERSION}, got {state.get('version')!r}; "
             "read it with the version of tailavg that wrote it"
         )
-    if missing := [key for key in _KEYS if key not in state]:
+    keys = _KEYS | dict.fromkeys(also, int)
+    if missing := [key for key in keys if key not in state]:
         raise ValueError(f"state: missing {', '.join(missing)}; was it truncated?")
-    if unexpected := [str(key) for key in state if key not in _KEYS]:
+    if unexpected := [str(key) for key in state if key not in keys]:
         raise ValueError(f"state: unexpected {', '.join(unexpected)}")
-    for key, kinds in _KEYS.items():
+    for key, kinds in keys.items():
         value = state[key]
         if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
             raise ValueError(f"state: {key}: got {value!r} of type {type(value).__name__}")

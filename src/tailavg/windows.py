@@ -26,6 +26,12 @@ NEVER = 2**63 - 1
 TIE = 1e-12
 """A count reaches a real number that it misses by this much of it: 7 reaches 0.07 * 100."""
 
+NUMBER = (int, float, np.number)
+"""One number, for which there are branches; else many, or a tensor whose value is unknown yet.
+
+Those have the methods `clip` and `round`, of NumPy, PyTorch and JAX alike.
+"""
+
 
 @dataclass(frozen=True)
 class Fixed:
@@ -81,6 +87,7 @@ class Growing:
         object.__setattr__(self, "c", float(c))
         if self.at_most is not None:
             object.__setattr__(self, "at_most", whole(self.at_most, "at_most"))
+        _ = self._ratio, self._most  # looked up now: a compiler that traces `size` could not
 
     @property
     def limit(self) -> int | None:
@@ -99,11 +106,15 @@ class Growing:
         over, under, exact = self._ratio
         k = over * t
         k /= under
+        number = isinstance(k, NUMBER)
         if not exact:
-            k = k + (abs(np.rint(k) - k) <= TIE * k) * (np.rint(k) - k)
-        if isinstance(t, np.ndarray):
-            return np.clip(k, 1.0, self._most, out=k)
-        return 1.0 if k < 1.0 else self._most if k > self._most else float(k)
+            off = (round(k) if number else k.round()) - k
+            k = k + (abs(off) <= TIE * k) * off
+        if number:
+            return 1.0 if k < 1.0 else self._most if k > self._most else float(k)
+        if isinstance(k, np.ndarray):
+            return k.clip(1.0, self._most, out=k)  # in place: a new array costs more
+        return k.clip(1.0, self._most)
 
     @cached_property
     def _most(self) -> float:
@@ -177,6 +188,11 @@ def as_window(window: AnyWindow) -> Window:
     if not isinstance(window, Integral) and 0 < window <= 1:
         return Growing(float(window))
     raise ValueError(f"window: {expected}, got {window!r}")
+
+
+def smaller(a: Any, b: Any) -> Any:
+    """The smaller of two numbers, or of each two in arrays or tensors."""
+    return min(a, b) if isinstance(a, NUMBER) else a.clip(None, b)
 
 
 def whole(value: object, name: str, least: int = 1) -> int:

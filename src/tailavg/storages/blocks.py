@@ -14,7 +14,7 @@ import numpy as np
 
 from tailavg.average import Array, TailAverage
 from tailavg.rules import AnytimeWindow, BlockRule, RawTail, read, root
-from tailavg.schedule import advance, oldest_needed, period, turn
+from tailavg.schedule import SUM, advance, check_starts, oldest_needed, period, terms, turn
 from tailavg.storages.arithmetic import (
     CHUNK,
     FOLD,
@@ -156,19 +156,9 @@ class BlockStorage(TailAverage, rules=(AnytimeWindow, RawTail)):
 
     def _read(self) -> Any:
         """The average of arrays: the means of the blocks that have a weight."""
-        t = self._count
-        sizes = [end - start for start, end in pairwise([*self._starts, t])]
-        *weights, weight = read(sizes, self._rule.size(t))
-        terms = [
-            (weight, mean) for weight, mean in zip(weights, self._means, strict=False) if weight
-        ]
-        if self._folded > self._starts[-1]:
-            terms.append((weight * (self._folded - self._starts[-1]) / sizes[-1], self._means[-1]))
-        if t > self._folded:
-            terms.append((weight / sizes[-1], self._sum))
         value = np.zeros(self._shape, self._dtype)
-        for weight, mean in terms:
-            value += weight * mean
+        for weight, block in terms(self._rule, self._starts, self._folded, self._count):
+            value += weight * (self._sum if block == SUM else self._means[block])
         return value
 
     def _split(self, t: int) -> tuple[Any, ...]:
@@ -336,12 +326,7 @@ class BlockStorage(TailAverage, rules=(AnytimeWindow, RawTail)):
         return blocks, self._folded, self._sum
 
     def _restore(self, starts: list[int], blocks: list[Any], folded: int, partial: Any) -> None:
-        expected = advance(self._rule, [0], self._count)
-        if starts != expected:
-            raise ValueError(
-                f"state: sizes do not add up: {self._rule} has blocks that start at {expected} "
-                f"after {self._count} samples, got {starts}"
-            )
+        check_starts(self._rule, starts, self._count)
         self._arrange(starts, blocks)
         self._folded = folded
         self._set_sum(partial)

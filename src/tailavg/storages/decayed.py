@@ -21,15 +21,26 @@ from tailavg.rules import Exponential
 from tailavg.storages.arithmetic import CHUNK, FOLD, aligned_zeros, wide
 from tailavg.windows import NEVER
 
-__all__ = ["DecayedStorage"]
+__all__ = ["DecayedStorage", "plan"]
 
 _ndarray = np.ndarray
 _SMALLEST = 2.0**-32  # of G, far from the ends of float32
 
 
+def plan(rule: Exponential, start: int, steps: int) -> tuple[Array, Array, Array]:
+    """For up to so many steps after `start`: the factors of x in P, of M, and of P.
+
+    The same for all once the decay is constant.
+    """
+    limit = rule.window.limit
+    if limit is not None and start >= limit == rule.size(start):
+        start = NEVER // 2
+    return _plan(rule, start, steps)
+
+
 @lru_cache(maxsize=8)
 def _plan(rule: Exponential, start: int, steps: int) -> tuple[Array, Array, Array]:
-    """For up to so many steps after `start`: the factors of x in P, of M, and of P.
+    """See `plan`.
 
     A step whose own decay is tiny (0, while a growing window holds one sample) has a plan of its
     own, without a scale: average = g M + P.
@@ -79,19 +90,12 @@ class DecayedStorage(TailAverage, rules=(Exponential,)):
             self._scratch = aligned_zeros(self._shape, self._dtype)
         self._schedule()
 
-    def _steps(self, start: int, steps: int) -> tuple[Array, Array, Array]:
-        """The plan of the steps after `start`: the same for all once the decay is constant."""
-        limit = self._rule.window.limit
-        if limit is not None and start >= limit == self._rule.size(start):
-            start = NEVER // 2
-        return _plan(self._rule, start, steps)
-
     def _schedule(self) -> None:
         """Look up the factors of the samples up to the next fold, after the last one."""
-        plan = self._steps(self._folded, 4 * FOLD if self._plain else FOLD)
-        if plan is not self._plan:
-            self._plan = plan
-            self._factors, self._of_mean, self._of_sum = (part.tolist() for part in plan)
+        steps = plan(self._rule, self._folded, 4 * FOLD if self._plain else FOLD)
+        if steps is not self._plan:
+            self._plan = steps
+            self._factors, self._of_mean, self._of_sum = (part.tolist() for part in steps)
         due = self._folded + len(self._factors) if self._nan_policy == "propagate" else -1
         self._floats_until = due if self._floats else -1
         self._arrays_until = -1 if self._plain else due
@@ -175,10 +179,10 @@ class DecayedStorage(TailAverage, rules=(Exponential,)):
                 chunk = rows[done : done + n]
                 averages = chunk if out is not None else chunk[-1:]
             else:
-                plan = self._steps(t, most)
-                n = len(plan[0])
+                steps = plan(self._rule, t, most)
+                n = len(steps[0])
                 chunk = rows[done : done + n]
-                factors, of_mean, of_sum = (part[:, None] for part in plan)
+                factors, of_mean, of_sum = (part[:, None] for part in steps)
                 if out is not None:
                     sums = np.cumsum(factors * chunk, axis=0)
                 else:

@@ -1,0 +1,620 @@
+"""`tailavg.torch` against its peers, on the weights of networks: `make bench`.
+
+    python benchmarks/parameters.py [--rounds 20] [--warmup 200]
+
+Every group is one interleaved run: all that is compared takes turns, round after round, in an
+order that rotates, and the best update of each counts. Beside it stands the median of whole
+cycles: CYCLE consecutive updates, folds and turns included, by their mean. Peers, whose updates
+are all alike, take fewer of them in the same time. The memory limit is `add_` of one flat tensor
+onto another of the same size, in the same run. Memory is what the process holds, by Linux. The
+numbers go to results/parameters.csv, and as tables to results/parameters.md.
+
+timm is read from its one file, `pip install --no-deps timm`: all of it would need torchvision.
+"""
+
+import argparse
+import csv
+import ctypes
+import gc
+import importlib.util
+import math
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from importlib.metadata import version
+from itertools import product
+from operator import truediv
+from pathlib import Path
+from statistics import mean, median
+from time import perf_counter_ns
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from diffusers.training_utils import EMAModel
+from ema_pytorch import EMA
+from torch import nn
+from torch.optim import swa_utils
+from torch_ema import ExponentialMovingAverage
+
+from tailavg import AnytimeWindow, Exponential
+from tailavg.torch import ParameterAverage
+
+RESULTS = Path(__file__).parent / "results"
+CYCLE = 260  # updates: more than from one turn of WINDOW to the next, and than from fold to fold
+WINDOW = 400
+DECAY = 0.999
+PATIENCE = 10.0  # seconds: a peer is warmed up no longer than that
+MIB = 2**20
+LIMIT = "add_ of one flat tensor"
+COPIES = ("two copies of the weights, foreach", "two copies of the weights, one by one")
+CANNOT = "cannot"
+
+Shapes = dict[str, tuple[int, ...]]
+Call = Callable[[], object]
+
+
+class Method(NamedTuple):
+    """A way to average weights; `make` returns its update and its swap in and out, if any."""
+
+    name: str
+    make: Callable[[nn.Module], tuple[Call, Call | None]]
+
+
+class Timed(NamedTuple):
+    """What is timed, and how often in each round."""
+
+    name: str
+    call: Call
+    times: int
+
+
+class Took(NamedTuple):
+    """Milliseconds: the best call, the median of cycles, and the best call of each round."""
+
+    best: float
+    median: float
+    rounds: list[float]
+
+
+# The parameter sets, by name and shape.
+
+
+def resnet50() -> Shapes:
+    """torchvision's resnet50."""
+    found: Shapes = {}
+
+    def convolution(name: str, norm: str, out: int, *rest: int) -> None:
+        found[f"{name}.weight"] = (out, *rest)
+        found.update({f"{norm}.weight": (out,), f"{norm}.bias": (out,)})
+
+    convolution("conv1", "bn1", 64, 3, 7, 7)
+    channels = 64
+    for layer, (blocks, width) in enumerate([(3, 64), (4, 128), (6, 256), (3, 512)], 1):
+        for block in range(blocks):
+            at = f"layer{layer}.{block}"
+            convolution(f"{at}.conv1", f"{at}.bn1", width, channels, 1, 1)
+            convolution(f"{at}.conv2", f"{at}.bn2", width, width, 3, 3)
+            convolution(f"{at}.conv3", f"{at}.bn3", 4 * width, width, 1, 1)
+            if block == 0:
+                down = f"{at}.downsample"
+                convolution(f"{down}.0", f"{down}.1", 4 * width, channels, 1, 1)
+            channels = 4 * width
+    return found | {"fc.weight": (1000, channels), "fc.bias": (1000,)}
+
+
+def gpt2() -> Shapes:
+    """GPT-2 small, its output tied to wte."""
+    d = 768
+    found: Shapes = {"wte.weight": (50257, d), "wpe.weight": (1024, d)}
+    layers = {"attn.c_attn": (d, 3 * d), "attn.c_proj": (d, d)}
+    layers |= {"mlp.c_fc": (d, 4 * d), "mlp.c_proj": (4 * d, d)}
+    for block in range(12):
+        for norm in ("ln_1", "ln_2"):
+            found.update({f"h.{block}.{norm}.{part}": (d,) for part in ("weight", "bias")})
+        for name, (inputs, outputs) in layers.items():
+            found[f"h.{block}.{name}.weight"] = (inputs, outputs)
+            found[f"h.{block}.{name}.bias"] = (outputs,)
+    return found | {"ln_f.weight": (d,), "ln_f.bias": (d,)}
+
+
+def many_small() -> Shapes:
+    """1,000 layers of a weight and a bias of 256."""
+    return {f"layers.{i}.{part}": (256,) for i, part in product(range(1000), ("weight", "bias"))}
+
+
+SETS = {"ResNet-50": resnet50(), "GPT-2 small": gpt2(), "2,000 × 256": many_small()}
+
+
+def elements(shapes: Shapes) -> int:
+    return sum(math.prod(shape) for shape in shapes.values())
+
+
+def module(shapes: Shapes, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Plain modules, nested as the names say, that hold parameters of these shapes."""
+    torch.manual_seed(0)
+    root = nn.Module()
+    for name, shape in shapes.items():
+        *path, last = name.split(".")
+        at = root
+        for part in path:
+            if not hasattr(at, part):
+                at.add_module(part, nn.Module())
+            at = at.get_submodule(part)
+        at.register_parameter(last, nn.Parameter((torch.randn(shape) / 50).to(dtype)))
+    return root
+
+
+# Who averages. Peers are used as they document it, at their fastest; none skips an update.
+
+
+def timm_model_ema() -> ModuleType:
+    package = importlib.util.find_spec("timm")
+    if package is None or not package.submodule_search_locations:
+        sys.exit("benchmarks/parameters.py: needs timm: pip install --no-deps timm")
+    path = Path(package.submodule_search_locations[0]) / "utils" / "model_ema.py"
+    spec = importlib.util.spec_from_file_location("timm_model_ema", path)
+    assert spec is not None
+    assert spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+def ours(name: str, rule: Any) -> Method:
+    def make(model: nn.Module) -> tuple[Call, Call]:
+        average = ParameterAverage(model, rule)
+
+        def swap() -> None:
+            with average.average_parameters():
+                pass
+
+        return average.update, swap
+
+    return Method(name, make)
+
+
+def torch_averaged(**function: Any) -> Callable[[nn.Module], tuple[Call, None]]:
+    def make(model: nn.Module) -> tuple[Call, None]:
+        average = swa_utils.AveragedModel(model, **function)
+        average.module.float()
+        return lambda: average.update_parameters(model), None
+
+    return make
+
+
+def ema_pytorch(**options: Any) -> Callable[[nn.Module], tuple[Call, None]]:
+    def make(model: nn.Module) -> tuple[Call, None]:
+        shadow = deepcopy(model).float()
+        schedule: dict[str, Any] = {"beta": DECAY, "min_value": DECAY, "update_after_step": 0}
+        average = EMA(
+            model, shadow, update_every=1, include_online_model=False, **schedule, **options
+        )
+        average.update()  # the first two calls copy
+        average.update()
+        return average.update, None
+
+    return make
+
+
+def torch_ema(model: nn.Module) -> tuple[Call, Call]:
+    average = ExponentialMovingAverage(model.parameters(), DECAY, use_num_updates=False)
+    average.to(dtype=torch.float32)
+
+    def swap() -> None:
+        with average.average_parameters():
+            pass
+
+    return average.update, swap
+
+
+def timm_v3(**options: Any) -> Callable[[nn.Module], tuple[Call, None]]:
+    def make(model: nn.Module) -> tuple[Call, None]:
+        average = timm_model_ema().ModelEmaV3(model, decay=DECAY, **options)
+        average.module.float()
+        return lambda: average.update(model), None
+
+    return make
+
+
+def diffusers(foreach: bool) -> Callable[[nn.Module], tuple[Call, Call]]:
+    def make(model: nn.Module) -> tuple[Call, Call]:
+        average = EMAModel(model.parameters(), decay=DECAY, min_decay=DECAY, foreach=foreach)
+        average.to(dtype=torch.float32)
+        average.step(model.parameters())  # the first two steps copy
+        average.step(model.parameters())
+
+        def swap() -> None:
+            average.store(model.parameters())
+            average.copy_to(model.parameters())
+            average.restore(model.parameters())
+
+        return lambda: average.step(model.parameters()), swap
+
+    return make
+
+
+OURS = [
+    ours("tailavg, c = 0.25", 0.25),
+    ours(f"tailavg, k = {WINDOW}", AnytimeWindow(WINDOW, accumulators=3)),
+    ours("tailavg, exponential, c = 0.25", Exponential(0.25)),
+]
+PEERS = [
+    Method(
+        "torch AveragedModel, ema multi",
+        torch_averaged(multi_avg_fn=swa_utils.get_ema_multi_avg_fn(DECAY)),
+    ),
+    Method(
+        "torch AveragedModel, swa multi",
+        torch_averaged(multi_avg_fn=swa_utils.get_swa_multi_avg_fn()),
+    ),
+    Method("ema-pytorch, foreach", ema_pytorch(use_foreach=True)),
+    Method("torch-ema", torch_ema),
+    Method("timm ModelEmaV3", timm_v3()),
+    Method("timm ModelEmaV3, exclude_buffers", timm_v3(exclude_buffers=True)),
+    Method("diffusers EMAModel, foreach", diffusers(foreach=True)),
+]
+# float32 averages of bfloat16 weights: what can be had of each, with or without foreach
+HALF_PEERS = [
+    PEERS[1],
+    Method(
+        "torch AveragedModel, swa avg_fn, module.float()",
+        torch_averaged(avg_fn=swa_utils.get_swa_avg_fn()),
+    ),
+    Method("ema-pytorch, foreach, coerce_dtype", ema_pytorch(use_foreach=True, coerce_dtype=True)),
+    Method("ema-pytorch, coerce_dtype", ema_pytorch(coerce_dtype=True)),
+    Method("torch-ema, to(float32)", torch_ema),
+    Method("timm ModelEmaV3", timm_v3()),
+    Method("diffusers EMAModel, foreach, to(float32)", diffusers(foreach=True)),
+    Method("diffusers EMAModel, to(float32)", diffusers(foreach=False)),
+]
+
+
+# Time.
+
+
+def interleave(what: list[Timed], rounds: int, cycles: int) -> dict[str, Took]:
+    """The best of as many calls of each, and the median of means of as many cycles."""
+    fewest = min(timed.times for timed in what)
+    best: dict[str, list[float]] = {timed.name: [] for timed in what}
+    took: dict[str, list[float]] = {timed.name: [] for timed in what}
+    for turn in range(rounds):
+        start = turn % len(what)
+        for name, call, times in what[start:] + what[:start]:
+            calls = []
+            for _ in range(times):
+                begin = perf_counter_ns()
+                call()
+                calls.append((perf_counter_ns() - begin) / 1e6)
+            best[name].append(min(calls[:fewest]))
+            took[name] += calls
+    return {
+        name: Took(min(best[name]), median(map(mean, parts(calls, cycles))), best[name])
+        for name, calls in took.items()
+    }
+
+
+def parts(calls: list[float], number: int) -> Iterator[list[float]]:
+    size = len(calls) // number
+    return (calls[i * size : (i + 1) * size] for i in range(number))
+
+
+def flat_add(size: int) -> Call:
+    total, x = torch.zeros(size), torch.randn(size)
+    return lambda: total.add_(x)
+
+
+def two_copies(model: nn.Module) -> list[Call]:
+    """Out to a second set of tensors and back, as lists or one by one."""
+    here = [p.detach() for p in model.parameters()]
+    there = [p.clone() for p in here]
+
+    def together() -> None:
+        torch._foreach_copy_(there, here)
+        torch._foreach_copy_(here, there)
+
+    def one_by_one() -> None:
+        for a, b in ((there, here), (here, there)):
+            for to, of in zip(a, b, strict=True):
+                to.copy_(of)
+
+    return [together, one_by_one]
+
+
+def made(methods: list[Method], model: nn.Module) -> dict[str, tuple[Call, Call | None]]:
+    """Those that can, after one update; a RuntimeError (of dtypes) says that one cannot."""
+    found = {}
+    for name, make in methods:
+        try:
+            found[name] = make(model)
+            found[name][0]()
+        except RuntimeError as error:
+            print(f"{name:48} {CANNOT}: {str(error).splitlines()[0]}")
+            found.pop(name, None)
+    return found
+
+
+class Run(NamedTuple):
+    rounds: int
+    warmup: int
+    rows: list[list[str]]  # set, what, method, measure, value
+
+    def keep(self, group: str, what: str, method: str, **measures: float | str) -> None:
+        cells = []
+        for measure, value in measures.items():
+            text = value if isinstance(value, str) else f"{value:.4g}"
+            self.rows.append([group, what, method, measure.replace("_", " "), text])
+            cells.append(f"{text} {measure.replace('_', ' ')}")
+        print(f"{group:12} {what:20} {method:48} {', '.join(cells)}", flush=True)
+
+    def get(self, group: str, what: str, method: str, measure: str) -> str:
+        for row in self.rows:
+            if row[:4] == [group, what, method, measure]:
+                return row[4]
+        return ""
+
+
+def updates(run: Run, group: str, dtype: torch.dtype, peers: list[Method], cycles: int) -> None:
+    """All updates of a set, and then, of float32, the swaps in and out."""
+    shapes = SETS[group]
+    model = module(shapes, dtype)
+    alive = made([*peers, *OURS], model)
+    limit = flat_add(elements(shapes))
+    names = [method.name for method in OURS]
+    for name, call in {
+        LIMIT: limit,
+        **{name: update for name, (update, _) in alive.items()},
+    }.items():
+        until = math.inf if name in names else perf_counter_ns() + PATIENCE * 1e9
+        for _ in range(run.warmup):
+            if perf_counter_ns() < until:
+                call()
+    few, many = (10 if elements(shapes) < 10**6 else 2), math.ceil(CYCLE * cycles / run.rounds)
+    timed = [Timed(LIMIT, limit, few)]
+    timed += [
+        Timed(name, update, max(few, many) if name in names else few)
+        for name, (update, _) in alive.items()
+    ]
+    took = interleave(timed, run.rounds, cycles)
+    what = "update" if dtype == torch.float32 else "update, bfloat16"
+    peer = min((name for name in alive if name not in names), key=lambda name: took[name].best)
+    # of bfloat16, 2 bytes are read instead of 4, so that 10 bytes of 12 are moved
+    share = 1.0 if dtype == torch.float32 else 10 / 12
+    for name in [LIMIT, *(method.name for method in [*peers, *OURS])]:
+        if name not in took:
+            run.keep(group, what, name, best_ms=CANNOT)
+            continue
+        best, cycle, each = took[name]
+        run.keep(
+            group,
+            what,
+            name,
+            best_ms=best,
+            median_ms=cycle,
+            ratio_to_the_fastest_peer=best / took[peer].best,
+            ratio_of_medians=cycle / took[peer].median,
+            ratio_in_the_median_round=median(map(truediv, each, took[peer].rounds)),
+            share_of_the_limit=(1.0 if name == LIMIT else share) * took[LIMIT].best / best,
+            share_in_the_median_round=(1.0 if name == LIMIT else share)
+            * median(map(truediv, took[LIMIT].rounds, each)),
+        )
+    if dtype == torch.float32 and elements(shapes) > 10**6:
+        small = elements(shapes) < 10**8  # the peers' swaps of a large set take too long
+        swaps(
+            run, group, model, {n: s for n, (_, s) in alive.items() if s and (n in names or small)}
+        )
+
+
+def swaps(run: Run, group: str, model: nn.Module, found: dict[str, Call]) -> None:
+    timed = [Timed(name, copy, 1) for name, copy in zip(COPIES, two_copies(model), strict=True)]
+    timed += [Timed(name, swap, 1) for name, swap in found.items()]
+    for _, call, _ in timed:
+        call()
+    took = interleave(timed, run.rounds, run.rounds)
+    copies = min(took[name].best for name in COPIES)
+    middle = min(took[name].median for name in COPIES)
+    for name, (best, each, _) in took.items():
+        run.keep(
+            group,
+            "swap in and out",
+            name,
+            best_ms=best,
+            median_ms=each,
+            ratio_to_two_copies=best / copies,
+            ratio_of_medians=each / middle,
+        )
+
+
+# Memory, by what the process holds.
+
+
+def trim() -> None:
+    """Give back what is free, so that what is taken next shows."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+def resident(field: str = "VmRSS") -> int:
+    """Bytes of memory now, or at the peak since `forget_peak` ("VmHWM")."""
+    status = Path("/proc/self/status").read_text()
+    return (
+        next(int(line.split()[1]) for line in status.splitlines() if line.startswith(field)) * 1024
+    )
+
+
+def forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def memory(run: Run, group: str, methods: list[tuple[Method, int]]) -> None:
+    """Held after so many updates, more while swapped, and temporaries of an update."""
+    model = module(SETS[group])
+    size = elements(SETS[group])
+    for method, number in methods:
+        trim()
+        before = resident()
+        update, swap = method.make(model)
+        update()
+        trim()
+        forget_peak()
+        for _ in range(number):
+            update()
+        peak = resident("VmHWM")
+        trim()
+        held = resident()
+        measures = {
+            "bytes_a_parameter": (held - before) / size,
+            "temporaries_MiB": (peak - held) / MIB,
+        }
+        if swap:
+            forget_peak()
+            swap()
+            measures["more_while_swapped"] = (resident("VmHWM") - held) / size
+        run.keep(group, "memory", method.name, **measures)
+        del update, swap
+
+
+# What was asked for, and what was got.
+
+
+def targets(run: Run) -> list[list[str]]:
+    names = [method.name for method in OURS]
+    blocks = names[:2]
+
+    def row(
+        group: str, what: str, text: str, measure: str, sign: int, bound: float, methods: list[str]
+    ) -> list[str]:
+        got = [run.get(group, what, name, measure) for name in methods]
+        missed = [
+            name
+            for name, value in zip(methods, got, strict=True)
+            if sign * float(value) > sign * bound
+        ]
+        return [
+            group,
+            what,
+            text,
+            " / ".join(got),
+            f"missed: {'; '.join(missed)}" if missed else "met",
+        ]
+
+    ratio, share = "ratio to the fastest peer", "share of the limit"
+    rows = []
+    for group, bound in (("ResNet-50", 0.80), ("GPT-2 small", 0.88), ("2,000 × 256", 0.33)):
+        text = f"at most {bound:.2f} × the fastest peer"
+        rows.append(row(group, "update", text, ratio, 1, bound, names))
+    for group in ("ResNet-50", "GPT-2 small"):
+        text = "at least 0.85 of the memory limit"
+        rows.append(row(group, "update", text, share, -1, 0.85, names))
+    for group in ("ResNet-50", "GPT-2 small"):
+        what = "update, bfloat16"
+        text = "at most 0.75 × the fastest peer"
+        rows.append(row(group, what, text, ratio, 1, 0.75, names))
+        rows.append(row(group, what, "at least 0.50 of the limit", share, -1, 0.50, names))
+    for group in ("ResNet-50", "GPT-2 small"):
+        what, text = "swap in and out", "at most 2.5 × two copies"
+        rows.append(row(group, what, text, "ratio to two copies", 1, 2.5, blocks))
+    slack = 0.1  # pages that are not full, and the lists beside the accumulators
+    for group in ("ResNet-50", "GPT-2 small"):
+        text = "no temporary above 64 MiB in an update (all together)"
+        rows.append(row(group, "memory", text, "temporaries MiB", 1, 64.0, names))
+        text = "at most 16 bytes a parameter (3 accumulators and a sum)"
+        rows.append(row(group, "memory", text, "bytes a parameter", 1, 16 + slack, blocks))
+        text = "at most 8 bytes a parameter (1 accumulator and a sum)"
+        rows.append(row(group, "memory", text, "bytes a parameter", 1, 8 + slack, names[2:]))
+        text = "at most 4 bytes a parameter more while swapped"
+        rows.append(row(group, "memory", text, "more while swapped", 1, 4 + slack, names))
+    return rows
+
+
+def table(run: Run, what: list[str], heads: list[str]) -> list[str]:
+    lines = [f"| | {' | '.join(heads)} |", f"| --- |{' ---: |' * len(heads)}"]
+    for group, kind in product(SETS, what):
+        methods = dict.fromkeys(row[2] for row in run.rows if row[:2] == [group, kind])
+        if methods:
+            lines.append(f"| **{group}, {kind}** |{' |' * len(heads)}")
+        for name in methods:
+            cells = [run.get(group, kind, name, head) for head in heads]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=20, help="of each group (%(default)s)")
+    parser.add_argument("--warmup", type=int, default=200, help="updates before (%(default)s)")
+    options = parser.parse_args()
+    run = Run(options.rounds, options.warmup, [])
+    load = f"load {os.getloadavg()[0]:.1f} before"
+    begin = perf_counter_ns()
+
+    memory(run, "ResNet-50", [*((peer, 3) for peer in PEERS), *((own, 2 * WINDOW) for own in OURS)])
+    memory(run, "GPT-2 small", [(own, CYCLE) for own in OURS])
+    trim()
+    for group, cycles in (("ResNet-50", 4), ("GPT-2 small", 1), ("2,000 × 256", 4)):
+        updates(run, group, torch.float32, PEERS, cycles)
+        gc.collect()
+    for group, cycles in (("ResNet-50", 2), ("GPT-2 small", 1)):
+        updates(run, group, torch.bfloat16, HALF_PEERS, cycles)
+        gc.collect()
+
+    packages = ["torch", "ema-pytorch", "torch-ema", "timm", "diffusers"]
+    facts = (
+        f"Python {platform.python_version()}, "
+        f"{', '.join(f'{name} {version(name)}' for name in packages)}; {processor()}, "
+        f"{torch.get_num_threads()} threads (torch's default), {load}; best of {run.rounds} "
+        f"interleaved rounds after {run.warmup} updates, beside the median of cycles of "
+        f"{CYCLE} updates."
+    )
+    print(f"{facts}\n{(perf_counter_ns() - begin) / 6e10:.1f} minutes", file=sys.stderr)
+    asked = targets(run)
+    for row in asked:
+        print(*row, sep=" | ")
+    RESULTS.mkdir(exist_ok=True)
+    with (RESULTS / "parameters.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["set", "what", "method", "measure", "value"])
+        writer.writerows(run.rows)
+    ratio, share = "ratio to the fastest peer", "share of the limit"
+    lines = [
+        facts,
+        "",
+        "| | asked for | got, in the order of the tables | |",
+        "| --- | --- | --- | --- |",
+        *(f"| {group}, {what} | {' | '.join(cells)} |" for group, what, *cells in asked),
+        "",
+        *table(
+            run,
+            ["update", "update, bfloat16"],
+            ["best ms", "median ms", ratio, "ratio of medians", share],
+        ),
+        "",
+        *table(
+            run,
+            ["swap in and out"],
+            ["best ms", "median ms", "ratio to two copies", "ratio of medians"],
+        ),
+        "",
+        *table(
+            run,
+            ["memory"],
+            ["bytes a parameter", "more while swapped", "temporaries MiB"],
+        ),
+    ]
+    (RESULTS / "parameters.md").write_text("\n".join(lines) + "\n")
+    print(f"\nkept in {RESULTS / 'parameters.csv'}", file=sys.stderr)
+
+
+def processor() -> str:
+    found = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    return f"{len(found)} × {found[0]}" if found else platform.processor()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,15 @@
+"""Tail averages of the weights of PyTorch models."""
+
+from tailavg.torch.batchnorm import convert_tail_batchnorm, recompute_batchnorm
+from tailavg.torch.functions import growing_avg_fn, growing_multi_avg_fn
+from tailavg.torch.model import AveragedModel
+from tailavg.torch.parameters import ParameterAverage
+
+__all__ = [
+    "AveragedModel",
+    "ParameterAverage",
+    "convert_tail_batchnorm",
+    "growing_avg_fn",
+    "growing_multi_avg_fn",
+    "recompute_batchnorm",
+]

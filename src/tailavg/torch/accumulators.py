@@ -1,0 +1,387 @@
+"""The storage of averages of many tensors: one sum and a few means of each, in flat memory.
+
+Tensors of one dtype and device stand side by side in flat tensors, so that folds and turns are a
+few operations whatever the number of tensors; only a sample meets the tensors one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tailavg import state as layout
+from tailavg.clocks import clock_for
+from tailavg.rules import Rule
+from tailavg.schedule import SUM
+from tailavg.torch.memory import empty
+from tailavg.torch.tracking import Tracking, check_names, local, sharded_like
+
+__all__ = ["Accumulators"]
+
+_LINE = 16  # elements: tensors start on a cache line
+_SMALL = (
+    8192  # elements: below this a call costs more than the addition, so they are added together
+)
+_BATCH = 32767  # elements: up to here torch.cat is one loop
+_PART = 1 << 17  # elements that are worked on at a time: they stay in the cache
+_PART_ELSEWHERE = 1 << 22  # on an accelerator, where a call costs more
+
+
+class _Piece(NamedTuple):
+    """Where a tensor stands in the flat ones, in which order of its elements."""
+
+    start: int
+    stop: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def of(self, flat: Tensor) -> Tensor:
+        return flat[self.start : self.stop].as_strided(self.shape, self.stride)
+
+
+class _Plan(NamedTuple):
+    """How tensors are added to the sum; of each pair, the first is a part of the sum."""
+
+    whole: tuple[list[Tensor], list[Tensor]]
+    """Same dtype, device and order of elements: all at once."""
+    gathered: list[tuple[Tensor, Tensor, list[Tensor]]]
+    """So small that many are gathered in the stage first: sum, stage, tensors."""
+    converted: list[list[tuple[Tensor, Tensor, Tensor]]]
+    """Another dtype or device, part by part through the stage, a stage at a time."""
+    odd: list[tuple[Tensor, Tensor]]
+    """In another order."""
+    waits_for: torch.device | None
+    """Where copies into the stage come from, if not from the same device."""
+
+
+class Accumulators:
+    """The average of tensors that come under the same names at every step."""
+
+    def __init__(
+        self,
+        rule: Rule,
+        tensors: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        device: torch.device | str | int | None,
+    ) -> None:
+        if not dtype.is_floating_point or dtype.itemsize < 4:
+            raise TypeError(f"dtype: expected torch.float32 or torch.float64, got {dtype}")
+        self.clock = clock_for(rule)
+        self.dtype = dtype
+        self.device = None if device is None else torch.empty(0, device=device).device
+        accumulators = rule.accumulators  # type: ignore[union-attr]
+        members: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            kind = self.device or tensor.device, torch.promote_types(dtype, tensor.dtype)
+            members.setdefault(kind, {})[name] = tensor
+        self._groups = [_Group(*kind, tensors, accumulators) for kind, tensors in members.items()]
+
+        self.bind(tensors)
+
+    def bind(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take samples from these from now on; they must have the shapes of the first ones."""
+        for group in self._groups:
+            group.bind(tensors)
+
+    def add(self) -> None:
+        """Take one sample: what the bound tensors hold now."""
+        clock = self.clock
+        if clock.due:
+            if clock.count > clock.folded:
+                of_mean, of_sum = clock.fold()
+                for group in self._groups:
+                    group.fold(len(clock.starts) - 1, of_mean, of_sum, carry=clock.carries)
+            held = len(clock.starts)
+            if clock.turn():
+                for group in self._groups:
+                    group.turn(full=len(clock.starts) == held)
+        factor = clock.factor
+        for group in self._groups:
+            group.add(factor)
+        clock.tick()
+
+    def read(
+        self, into: Mapping[str, Tensor], before: Callable[[Tensor], None] | None = None
+    ) -> None:
+        """Write the average into tensors; each part of one is first handed to `before`."""
+        terms = self.clock.terms()
+        for group in self._groups:
+            group.read(terms, into, before)
+
+    def state(self) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
+        """The means of the blocks, oldest first, used or not; and the sum. Views, not copies."""
+
+        def views(flats: Sequence[Tensor]) -> dict[str, Tensor]:
+            return {
+                name: view
+                for group, flat in zip(self._groups, flats, strict=True)
+                for name, view in group.views(flat)
+            }
+
+        means = zip(*(group.means for group in self._groups), strict=True)
+        return [views(flats) for flats in means], [views([group.sum for group in self._groups])]
+
+    def state_dict(self, like: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
+        """The state in the layout of `tailavg.state`, its tensors sharded as those of `like`."""
+        blocks, partial = (
+            [
+                {name: sharded_like(view, like[name]) for name, view in views.items()}
+                if like
+                else views
+                for views in held
+            ]
+            for held in self.state()
+        )
+        return layout.state(
+            self.clock.rule,
+            dtype=str(self.dtype).removeprefix("torch."),
+            count=self.clock.count,
+            starts=self.clock.starts,
+            blocks=blocks,
+            folded=self.clock.folded,
+            partial=partial[0],
+        )
+
+    def load(
+        self, state: Mapping[str, Any], tracking: Tracking, also: tuple[str, ...] = ()
+    ) -> None:
+        """Go on from a state of a model with these tensors."""
+        layout.check(state, also)
+        dtype = str(self.dtype).removeprefix("torch.")
+        if layout.rule_from(state["rule"]) != self.clock.rule or state["dtype"] != dtype:
+            raise ValueError(
+                f"state: expected {self.clock.rule} in {dtype}, got one of "
+                f"{layout.rule_from(state['rule'])} in {state['dtype']}; make the average so"
+            )
+        (blocks, partial), held = self.state(), len(state["starts"])
+        if not held <= len(state["blocks"]) <= len(blocks):
+            raise ValueError(
+                f"state: sizes do not add up: {held} starts, {len(state['blocks'])} blocks"
+            )
+        copies = []
+        for what, views, saved in [
+            *((f"state: block {i}", blocks[i], state["blocks"][i]) for i in range(held)),
+            ("state: partial", partial[0], state["partial"]),
+        ]:
+            if not isinstance(saved, Mapping):
+                raise ValueError(f"{what}: expected tensors by name, got {type(saved).__name__}")
+            saved = {tracking.aliases.get(name, name): value for name, value in saved.items()}
+            check_names(what, tracking.shapes, saved)
+            copies += [(views[name], local(saved[name])) for name in views]
+        layout.check_steps(state["count"], state["starts"], state["folded"])
+        self.clock.restore(state["count"], state["starts"], state["folded"])
+        for view, value in copies:
+            view.copy_(value)
+
+    def to(
+        self, device: torch.device | str | int | None, tensors: Mapping[str, Tensor]
+    ) -> Accumulators:
+        """The same average on a device; None is that of the tensors."""
+        moved = Accumulators(self.clock.rule, tensors, self.dtype, device)
+        moved.clock = self.clock
+        for new, old in zip(chain(*moved.state()), chain(*self.state()), strict=True):
+            for name, view in new.items():
+                view.copy_(old[name])
+        return moved
+
+
+class _Group:
+    """The tensors whose accumulators are of one dtype, on one device."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        tensors: Mapping[str, Tensor],
+        accumulators: int,
+    ) -> None:
+        self.device, self.dtype = device, dtype
+        self.pieces: dict[str, _Piece] = {}
+        self._part = _PART if device.type == "cpu" else _PART_ELSEWHERE
+        self._batches: list[list[str]] = [[]]
+        start = used = 0
+        for name, tensor in sorted(tensors.items(), key=lambda item: item[1].numel() > _SMALL):
+            size = tensor.numel()
+            if size > _SMALL:
+                start += -start % _LINE
+            else:
+                if used + size > _BATCH:
+                    self._batches.append([])
+                    start += -start % _LINE
+                    used = 0
+                self._batches[-1].append(name)
+                used += size
+            stride = tensor.stride() if _is_dense(tensor) else _contiguous(tensor.shape)
+            self.pieces[name] = _Piece(start, start + size, tensor.shape, stride)
+            start += size
+        pinned = device.type == "cpu" and any(t.device.type != "cpu" for t in tensors.values())
+        self.sum, *self.means = (
+            empty(start, dtype, device, pinned=pinned).zero_() for _ in range(1 + accumulators)
+        )
+        stage = max(_BATCH, min(start, self._part))
+        self._stage = empty(stage, dtype, device, pinned=pinned)
+        self._plan = _Plan(([], []), [], [], [], None)
+
+    def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """A flat tensor as the tensors it is made of."""
+        return ((name, piece.of(flat)) for name, piece in self.pieces.items())
+
+    def bind(self, tensors: Mapping[str, Tensor]) -> None:
+        """Plan how these are added to the sum."""
+        plan = _Plan(([], []), [], [], [], None)
+        parts: list[tuple[Tensor, Tensor]] = []  # to be converted
+        gathered: set[str] = set()
+        for batch in self._batches if self.device.type == "cpu" else ():
+            flats = [self._flat(name, tensors[name]) for name in batch]
+            if len(batch) > 1 and all(self._fits(flat) for flat in flats):
+                start, stop = self.pieces[batch[0]].start, self.pieces[batch[-1]].stop
+                plan.gathered.append((self.sum[start:stop], self._stage[: stop - start], flats))
+                gathered.update(batch)
+        for name, piece in self.pieces.items():
+            if name in gathered:
+                continue
+            flat = self._flat(name, tensors[name])
+            total = self.sum[piece.start : piece.stop] if flat.dim() == 1 else piece.of(self.sum)
+            if self._fits(flat):
+                plan.whole[0].append(total)
+                plan.whole[1].append(flat)
+            elif flat.dim() == 1:
+                parts += zip(_split(total, self._part), _split(flat, self._part), strict=True)
+            else:
+                plan.odd.append((total, flat))
+        room = 0
+        for total, part in parts:
+            end = room + len(part)
+            if not plan.converted or end > len(self._stage) or part.device == self.device:
+                plan.converted.append([])  # what is converted in the cache is added at once
+                room, end = 0, len(part)
+            plan.converted[-1].append((total, self._stage[room:end], part))
+            room = end
+        away = {part.device for _, part in parts if part.device != self.device}
+        self._plan = plan._replace(waits_for=away.pop() if away else None)
+
+    def _flat(self, name: str, tensor: Tensor) -> Tensor:
+        """A tensor without its dimensions, in the order of memory, if that is the sum's order."""
+        tensor, piece = tensor.detach(), self.pieces[name]
+        if _is_dense(tensor) and _order(tensor.shape, tensor.stride()) == _order(
+            piece.shape, piece.stride
+        ):
+            return tensor.as_strided((piece.stop - piece.start,), (1,))
+        return tensor
+
+    def _fits(self, flat: Tensor) -> bool:
+        return (flat.dtype, flat.device, flat.dim()) == (self.dtype, self.device, 1)
+
+    def add(self, factor: float) -> None:
+        """Add the bound tensors, times a factor, to the sum."""
+        plan = self._plan
+        if plan.whole[0]:
+            torch._foreach_add_(*plan.whole, alpha=factor)
+        for total, stage, flats in plan.gathered:
+            torch.cat(flats, out=stage)
+            total.add_(stage, alpha=factor)
+        for parts in plan.converted:
+            for _, stage, part in parts:
+                stage.copy_(part, non_blocking=True)
+            if plan.waits_for is not None:
+                torch.accelerator.current_stream(plan.waits_for).synchronize()
+            for total, stage, _ in parts:
+                total.add_(stage, alpha=factor)
+        for total, tensor in plan.odd:
+            total.add_(tensor.to(self.device), alpha=factor)
+
+    def fold(self, block: int, of_mean: float, of_sum: float, *, carry: bool) -> None:
+        """Fold the sum into the mean of a block, and begin the next sum with what that rounded off.
+
+        As `tailavg.storages.arithmetic.fold`, in place and part by part.
+        """
+        weight = 1.0 - of_mean
+        for mean, total in self._parts(self.means[block], self.sum):
+            if not of_mean:
+                torch.mul(total, of_sum, out=mean)
+                total.zero_()
+            elif not carry:
+                mean.mul_(of_mean).add_(total, alpha=of_sum)
+                total.zero_()
+            else:
+                step = total.mul_(of_sum / weight).sub_(mean).mul_(weight)
+                joint = torch.add(mean, step, out=self._stage[: len(mean)])
+                mean.sub_(joint)  # minus the step that was made
+                step.add_(mean).mul_(1.0 / of_sum)
+                mean.copy_(joint)
+
+    def turn(self, *, full: bool) -> None:
+        """Begin a block: the oldest makes room if all are in use."""
+        if full:
+            self.means.append(self.means.pop(0))
+        self.sum.zero_()
+
+    def read(
+        self,
+        terms: Sequence[tuple[float, int]],
+        into: Mapping[str, Tensor],
+        before: Callable[[Tensor], None] | None,
+    ) -> None:
+        """Write the average into tensors; see `Accumulators.read`."""
+        flats = [
+            (weight, self.sum if block == SUM else self.means[block]) for weight, block in terms
+        ]
+        for name, piece in self.pieces.items():
+            target = self._flat(name, into[name])
+            if target.dim() != 1:
+                if before:
+                    before(target)
+                average = empty(piece.stop - piece.start, self.dtype, self.device)
+                _combine([(w, flat[piece.start : piece.stop]) for w, flat in flats], average)
+                target.copy_(average.as_strided(piece.shape, piece.stride))
+                continue
+            sources = [_split(flat[piece.start : piece.stop], self._part) for _, flat in flats]
+            for part, *parts in zip(_split(target, self._part), *sources, strict=True):
+                if before:
+                    before(part)
+                weighted = [(weight, x) for (weight, _), x in zip(flats, parts, strict=True)]
+                if self._fits(part):
+                    _combine(weighted, part)
+                else:
+                    part.copy_(_combine(weighted, self._stage[: len(part)]))
+
+    def _parts(self, *flats: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        return zip(
+            *(_split(flat, min(self._part, len(self._stage))) for flat in flats), strict=True
+        )
+
+
+def _split(flat: Tensor, size: int) -> tuple[Tensor, ...]:
+    parts: tuple[Tensor, ...] = flat.split(size)  # type: ignore[no-untyped-call]
+    return parts
+
+
+def _combine(terms: Sequence[tuple[float, Tensor]], out: Tensor) -> Tensor:
+    (weight, first), *rest = terms
+    torch.mul(first, weight, out=out)
+    for weight, tensor in rest:
+        out.add_(tensor, alpha=weight)
+    return out
+
+
+def _order(shape: torch.Size, stride: Sequence[int]) -> list[tuple[int, int]]:
+    """Sizes and strides of the dimensions that have any: what decides the order of elements."""
+    return [pair for pair in zip(shape, stride, strict=True) if pair[0] != 1]
+
+
+def _contiguous(shape: torch.Size) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill one run of memory, each once."""
+    expected = 1
+    for stride, size in sorted((d, n) for n, d in _order(tensor.shape, tensor.stride())):
+        if stride != expected:
+            return tensor.numel() == 0
+        expected *= size
+    return True

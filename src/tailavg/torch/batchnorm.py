@@ -1,0 +1,239 @@
+"""BatchNorm whose running statistics are tail averages, or computed anew from data.
+
+The statistics that a network is evaluated with are an average over the batches it was trained on.
+With a momentum of 0.1 that is the last nineteen or so, whatever the length of the training. Here
+it is the growing exponential: a fraction of the batches so far, at every step.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeGuard, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from tailavg.rules import Exponential
+from tailavg.windows import AnyWindow
+
+__all__ = ["convert_tail_batchnorm", "recompute_batchnorm"]
+
+
+def convert_tail_batchnorm(model: nn.Module, window: AnyWindow) -> nn.Module:
+    """Let the running statistics of every BatchNorm in `model` average a window of batches.
+
+    They follow the growing exponential, `Exponential(window)`: over the last quarter of all batches
+    so far for `window=0.25`, over the last hundred for `window=100`. At every batch they have the
+    variance of an average of that many. `momentum` is no longer used, with one exception: `None`
+    asks for the plain mean of all batches, so that torch's `update_bn` works as ever.
+
+    What training computes does not change, nor does the state dict, either way: the step is the
+    buffer `num_batches_tracked`, which is there already. A checkpoint of the plain model goes on
+    with a tail average, one of the converted model can be loaded into a plain one. The first batch
+    after `num_batches_tracked == 0` replaces the statistics. They are best kept in float32, as
+    autocast does: in 16 bits an average over hundreds of batches no longer moves.
+
+    The modules stay the objects they are, with their parameters, buffers, hooks and flags; they
+    become of another class, as torch's lazy modules do. Conversion of converted ones changes
+    the window. Those that track no statistics are left alone, and so are, with a warning,
+    subclasses that are not torch's own and lazy ones that have seen no batch. To synchronise the
+    statistics over processes, call `SyncBatchNorm.convert_sync_batchnorm` first.
+
+    Args:
+        model: any module; a BatchNorm itself, too.
+        window: a window or a number, as in `tailavg.TailAverage`.
+
+    Returns:
+        The model.
+
+    Examples:
+        >>> convert_tail_batchnorm(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), window=0.25)
+        Sequential(
+          (0): Linear(in_features=2, out_features=3, bias=True)
+          (1): TailBatchNorm1d(3, eps=1e-05, ..., window=Growing(c=0.25, at_most=None))
+        )
+    """
+    rule = Exponential(window)
+    unknown = []
+    for name, module in model.named_modules():
+        if not _has_statistics(module):
+            continue
+        tail = _TAIL.get(type(module))
+        if tail is None:
+            unknown.append(f"{name or 'model'} ({type(module).__name__})")
+            continue
+        module.__class__ = tail
+        cast("_TailStatistics", module)._tail_rule = rule
+        if module.momentum is None:
+            module.momentum = 0.1
+    if unknown:
+        warnings.warn(
+            "convert_tail_batchnorm: expected BatchNorm1d, 2d, 3d or SyncBatchNorm, initialised; "
+            f"these keep their own statistics: {', '.join(unknown)}",
+            UserWarning,
+            stacklevel=2,
+        )
+    return model
+
+
+def recompute_batchnorm(
+    model: nn.Module,
+    loader: Iterable[Any],
+    call: Callable[[nn.Module, Any], object] | None = None,
+) -> None:
+    """Replace the running statistics of every BatchNorm in `model` by their mean over `loader`.
+
+    Averaged weights need statistics of their own: this is torch's `update_bn`, for more kinds of
+    batches, and without its traps. Call it where the averages are in the model, inside
+    `average_parameters()`. Whatever is raised, the statistics are then as they were before; and in
+    any case each module's momentum and training flag.
+
+    Args:
+        model: the model, as the loader's batches are given to it: in training mode, without
+            gradients. Without BatchNorm nothing is done, and nothing is loaded.
+        loader: batches, moved to the device of the statistics. A dict is given to the model by
+            keyword, of a tuple or list the first element, anything else as it is.
+        call: `call(model, batch)` runs the model on a batch, instead of all that.
+
+    Raises:
+        ValueError: the loader is empty.
+
+    Examples:
+        >>> model = nn.BatchNorm1d(1)
+        >>> recompute_batchnorm(model, [torch.tensor([[1.0], [3.0]]), torch.tensor([[3.0], [5.0]])])
+        >>> model.running_mean, model.running_var
+        (tensor([3.]), tensor([2.]))
+    """
+    norms = [module for module in model.modules() if _has_statistics(module)]
+    if not norms:
+        return
+    device = norms[0].running_mean.device
+    kept = [
+        (buffer, buffer.clone()) for module in norms for buffer in module.buffers(recurse=False)
+    ]
+    momenta = [module.momentum for module in norms]
+    training = [(module, module.training) for module in model.modules()]
+    batches = 0
+    try:
+        model.train()
+        for module in norms:
+            module.reset_running_stats()
+            module.momentum = None  # the mean of all batches
+        with torch.no_grad():
+            for batch in loader:
+                if call is None:
+                    _run(model, batch, device)
+                else:
+                    call(model, batch)
+                batches += 1
+        if not batches:
+            raise ValueError(
+                "loader: expected at least one batch, got none (is it a spent iterator?); "
+                "the statistics are as they were"
+            )
+    except BaseException:
+        for buffer, old in kept:
+            buffer.copy_(old)
+        raise
+    finally:
+        for module, momentum in zip(norms, momenta, strict=True):
+            module.momentum = momentum
+        for each, flag in training:
+            each.training = flag
+
+
+def _run(model: nn.Module, batch: Any, device: torch.device) -> None:
+    if isinstance(batch, Mapping):
+        model(**{name: _moved(value, device) for name, value in batch.items()})
+    else:
+        model(_moved(batch[0] if isinstance(batch, tuple | list) else batch, device))
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    return value.to(device) if hasattr(value, "to") else value
+
+
+def _has_statistics(module: nn.Module) -> TypeGuard[_WithStatistics]:
+    return (
+        isinstance(module, _BatchNorm)
+        and module.track_running_stats
+        and module.running_mean is not None
+        and module.running_var is not None
+        and module.num_batches_tracked is not None
+    )
+
+
+class _WithStatistics(_BatchNorm):
+    """For the types: a BatchNorm that tracks statistics has these."""
+
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
+
+
+class _TailStatistics(_WithStatistics):
+    """A BatchNorm whose running statistics follow the growing exponential."""
+
+    _tail_rule: Exponential
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Normalise, and in training take the batch's statistics into the running ones."""
+        if not (self.training and _has_statistics(self)):
+            return super().forward(input)
+        mean, var = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
+        output = self._normalise(input, mean, var)
+        self.num_batches_tracked.add_(1)
+        # Tensor arithmetic all through: nothing waits for the device, a compiler sees one graph.
+        t = self.num_batches_tracked.to(torch.float32 if mean.is_mps else torch.float64)
+        weight = 1.0 / t if self.momentum is None else 1.0 - self._tail_rule.decay(t)
+        self.running_mean.lerp_(mean, weight.to(mean.dtype))
+        self.running_var.lerp_(var, weight.to(var.dtype))
+        return output
+
+    def _normalise(self, input: Tensor, mean: Tensor, var: Tensor) -> Tensor:  # noqa: A002
+        """What training outputs; the statistics of this batch alone are put in `mean` and `var`."""
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        return F.batch_norm(input, mean, var, self.weight, self.bias, True, 1.0, self.eps)
+
+    def extra_repr(self) -> str:
+        """Show the window, too."""
+        plain = super().extra_repr()  # type: ignore[no-untyped-call]
+        return f"{plain}, window={self._tail_rule.window}"
+
+
+class TailBatchNorm1d(_TailStatistics, nn.BatchNorm1d):
+    """What `convert_tail_batchnorm` makes of a `BatchNorm1d`."""
+
+
+class TailBatchNorm2d(_TailStatistics, nn.BatchNorm2d):
+    """What `convert_tail_batchnorm` makes of a `BatchNorm2d`."""
+
+
+class TailBatchNorm3d(_TailStatistics, nn.BatchNorm3d):
+    """What `convert_tail_batchnorm` makes of a `BatchNorm3d`."""
+
+
+class TailSyncBatchNorm(_TailStatistics, nn.SyncBatchNorm):
+    """What `convert_tail_batchnorm` makes of a `SyncBatchNorm`."""
+
+    def _normalise(self, input: Tensor, mean: Tensor, var: Tensor) -> Tensor:  # noqa: A002
+        """As for the others, by torch's own forward: it knows when and how to synchronise."""
+        own = self.running_mean, self.running_var, self.num_batches_tracked, self.momentum
+        self.running_mean, self.running_var, self.momentum = mean, var, 1.0
+        self.num_batches_tracked = torch.zeros_like(self.num_batches_tracked)
+        try:
+            return nn.SyncBatchNorm.forward(self, input)
+        finally:
+            self.running_mean, self.running_var, self.num_batches_tracked, self.momentum = own
+
+
+_TAIL: dict[type[nn.Module], type[_TailStatistics]] = {
+    nn.BatchNorm1d: TailBatchNorm1d,
+    nn.BatchNorm2d: TailBatchNorm2d,
+    nn.BatchNorm3d: TailBatchNorm3d,
+    nn.SyncBatchNorm: TailSyncBatchNorm,
+}
+_TAIL |= {tail: tail for tail in _TAIL.values()}

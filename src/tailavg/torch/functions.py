@@ -1,0 +1,62 @@
+"""The growing exponential as a function, for torch's own `AveragedModel`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tailavg.rules import Exponential
+from tailavg.windows import AnyWindow
+
+__all__ = ["growing_avg_fn", "growing_multi_avg_fn"]
+
+Tensors = tuple[Tensor, ...] | list[Tensor]
+
+
+def growing_multi_avg_fn(window: AnyWindow) -> Callable[[Tensors, Tensors, Tensor | int], None]:
+    """A `multi_avg_fn` for `torch.optim.swa_utils.AveragedModel`.
+
+    The average is `Exponential(window)`: at every update it has the variance of a mean over the
+    window. Integer buffers, which `use_buffers=True` passes too, are copied.
+
+    Examples:
+        >>> from torch.optim.swa_utils import AveragedModel
+        >>> model = torch.nn.Linear(1, 1)
+        >>> averaged = AveragedModel(model, multi_avg_fn=growing_multi_avg_fn(0.25))
+        >>> averaged.update_parameters(model)
+    """
+    rule = Exponential(window)
+
+    @torch.no_grad()
+    def update(averaged: Tensors, current: Tensors, updates: Tensor | int) -> None:
+        if _is_averaged(averaged[0]):  # all are of one dtype
+            torch._foreach_lerp_(averaged, current, 1.0 - rule.decay(int(updates) + 1))
+        else:
+            torch._foreach_copy_(averaged, current)
+
+    return update
+
+
+def growing_avg_fn(window: AnyWindow) -> Callable[[Tensor, Tensor, Tensor | int], Tensor]:
+    """As `growing_multi_avg_fn`, one tensor at a time: an `avg_fn`.
+
+    Examples:
+        >>> average = growing_avg_fn(1.0)  # over all updates so far: here 3, and one more
+        >>> average(torch.tensor([1.0]), torch.tensor([5.0]), 3)
+        tensor([2.])
+    """
+    rule = Exponential(window)
+
+    @torch.no_grad()
+    def update(averaged: Tensor, current: Tensor, updates: Tensor | int) -> Tensor:
+        if not _is_averaged(averaged):
+            return current
+        return averaged.lerp(current.to(averaged.dtype), 1.0 - rule.decay(int(updates) + 1))
+
+    return update
+
+
+def _is_averaged(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

@@ -1,0 +1,166 @@
+"""`AveragedModel`: a module that holds the averaged weights, in the manner of torch's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from tailavg import profile as profiles
+from tailavg.rules import Rule, as_rule
+from tailavg.torch.accumulators import Accumulators
+from tailavg.torch.tracking import Buffers, Tracking, outside_autograd, unwrap
+from tailavg.windows import AnyWindow
+
+__all__ = ["AveragedModel"]
+
+
+class AveragedModel(Module):
+    """In the place of `torch.optim.swa_utils.AveragedModel`: a copy of a model, with tail averages.
+
+    `update_parameters(model)` after each step of the optimizer; then call it like the model. The
+    average is computed when someone looks: `module`, `forward`, `parameters()`, `state_dict()`.
+    Before the first update the copy has the weights that the model had.
+
+    Args:
+        model: the model to copy. A sharded one cannot be copied; `ParameterAverage` averages it.
+        rule: a number, a window or a rule, as in `ParameterAverage`.
+        device: where the copy and the accumulators are; by default with the model.
+        use_buffers: average floating point buffers too, instead of copying them at each update.
+
+    Examples:
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> averaged = AveragedModel(model, 0.5)
+        >>> for step in range(10):
+        ...     _ = torch.nn.init.constant_(model.weight, step)  # stands for optimizer.step()
+        ...     averaged.update_parameters(model)
+        >>> averaged.module.weight.item(), averaged.n_averaged.item()
+        (7.0, 10)
+    """
+
+    n_averaged: Tensor
+    module: Module
+
+    @outside_autograd
+    def __init__(
+        self,
+        model: Module,
+        rule: AnyWindow | Rule,
+        device: torch.device | str | int | None = None,
+        use_buffers: bool = False,
+    ) -> None:
+        super().__init__()
+        self._stale = False  # whether the module is behind the accumulators
+        self.use_buffers = use_buffers
+        self.module = deepcopy(unwrap(model))
+        if device is not None:
+            self.module.to(device)
+        self.register_buffer("n_averaged", torch.tensor(0, dtype=torch.long, device=device))
+        buffers: Buffers = "average" if use_buffers else "copy"
+        self._options = {"buffers": buffers}
+        self._target = Tracking(self.module, **self._options)
+        self._source: Tracking | None = None
+        self._accumulators = Accumulators(as_rule(rule), self._target.locals, torch.float32, device)
+
+    @outside_autograd
+    def update_parameters(self, model: Module) -> None:
+        """Take the model's parameters as they are now, as one sample."""
+        source = self._source
+        if source is None or source.module is not unwrap(model) or not source.is_current():
+            source = self._target.of(model, self._options)
+            self._accumulators.bind(source.locals)
+            self._source = source
+        self._accumulators.add()
+        if self._target.buffers:
+            self._target.refresh()
+            for name, buffer in self._target.buffers.items():
+                buffer.copy_(source.buffers[name])
+        self.n_averaged += 1
+        self._stale = True
+
+    @property
+    def rule(self) -> Rule:
+        """The rule, with its window."""
+        return self._accumulators.clock.rule
+
+    def profile(self) -> profiles.Profile:
+        """A summary of the weights: effective size, mean age, oldest age."""
+        clock = self._accumulators.clock
+        if not clock.count:
+            raise RuntimeError("profile: expected at least one update before it, got none")
+        return profiles.profile(clock.rule, clock.starts, clock.count)
+
+    @outside_autograd
+    def _catch_up(self) -> None:
+        """Compute the average, if there was an update since it was last computed."""
+        if self._stale:
+            self._stale = False  # looking at the module must not come here again
+            self._target.refresh()
+            self._accumulators.read(self._target.locals)
+
+    # Every way of looking at the module.
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The averaged model's output."""
+        return self.module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "module":
+            self._catch_up()
+        return super().__getattr__(name)
+
+    def named_children(self) -> Iterator[tuple[str, Module]]:
+        """As in `torch.nn.Module`; `children`, `apply` and `train` come here too."""
+        self._catch_up()
+        return super().named_children()
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Module]]:
+        """As in `torch.nn.Module`; `modules`, `parameters` and `buffers` come here too."""
+        self._catch_up()
+        modules: Iterator[tuple[str, Module]] = super().named_modules(*args, **kwargs)
+        return modules
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The averaged model under `module.`, `n_averaged`, and all that a resumed run needs."""
+        self._catch_up()
+        return super().state_dict(*args, **kwargs)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """The state of the average, in the layout of `tailavg.state`."""
+        return self._accumulators.state_dict()
+
+    @outside_autograd
+    def set_extra_state(self, state: Any) -> None:
+        """Go on from that state."""
+        self._accumulators.load(state, self._target)
+        self._stale = False
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Go on from what `state_dict` saved. A ValueError says so if another class saved it."""
+        if "_extra_state" not in state_dict:
+            raise ValueError(
+                "state_dict: expected one of tailavg.torch.AveragedModel, got one without the "
+                "state of its average, as torch's own AveragedModel saves it; to begin a new "
+                "average with those weights, load them into the model and call update_parameters"
+            )
+        return super().load_state_dict(state_dict, strict, assign)
+
+    @outside_autograd
+    def _apply(self, fn: Any, recurse: bool = True) -> AveragedModel:
+        self._catch_up()
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self._target.refresh():
+            self._accumulators = self._accumulators.to(None, self._target.locals)
+            self._source = None
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickled and copied without the model that it was last updated with."""
+        self._catch_up()
+        return self.__dict__ | {"_source": None}

@@ -1,0 +1,381 @@
+"""`ParameterAverage`: the average of the weights of a model while it trains."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from tailavg import profile as profiles
+from tailavg.files import whole_file
+from tailavg.rules import Rule, as_rule
+from tailavg.torch.accumulators import Accumulators
+from tailavg.torch.memory import Aside
+from tailavg.torch.tracking import (
+    Buffers,
+    Choice,
+    Source,
+    Tracking,
+    is_sharded,
+    local,
+    outside_autograd,
+    sharded_like,
+)
+from tailavg.windows import AnyWindow, Reals, whole
+
+__all__ = ["ParameterAverage"]
+
+
+class ParameterAverage:
+    """The tail average of a model's parameters.
+
+    Call `update()` after each step of the optimizer, or `attach` it; evaluate inside
+    `average_parameters()`. The model is not copied: beside it there are the accumulators of the
+    rule (three for an `AnytimeWindow`) and one sum, and a copy of the weights during a swap.
+
+    Args:
+        model: a module, or pairs of names and tensors. Wrappers of DDP and `torch.compile` are seen
+            through. Tied parameters are kept once, frozen ones averaged like any other.
+        rule: a number (an int for the last that many updates, a float in (0, 1] for the last
+            fraction of them), a window or a rule.
+        dtype: of the accumulators, at least; float64 parameters have float64 ones.
+        device: where the accumulators are; by default with their parameters.
+        include: which names to average: a glob pattern, several, or a function of the name.
+        exclude: which names not to. What is not averaged is as it is in the model.
+        buffers: `"copy"`: an averaged model has the buffers of the model, and a swap puts them back
+            as they were; `"average"`: floating point buffers are averaged like parameters;
+            `"skip"`: swaps and `copy_to` leave them alone.
+        update_every: only every so manyth call of `update` counts. The window is in updates that
+            count.
+
+    Examples:
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> average = ParameterAverage(model, 0.5)
+        >>> for step in range(10):
+        ...     _ = torch.nn.init.constant_(model.weight, step)  # stands for optimizer.step()
+        ...     average.update()
+        >>> with average.average_parameters():
+        ...     model.weight.item()
+        7.0
+        >>> model.weight.item()
+        9.0
+    """
+
+    @outside_autograd
+    def __init__(
+        self,
+        model: Source,
+        rule: AnyWindow | Rule,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | int | None = None,
+        include: Choice = None,
+        exclude: Choice = None,
+        buffers: Buffers = "copy",
+        update_every: int = 1,
+    ) -> None:
+        self._rule = as_rule(rule)
+        self._every = whole(update_every, "update_every")
+        self._calls = 0
+        self._options: dict[str, Any] = {
+            "include": include,
+            "exclude": exclude,
+            "buffers": buffers,
+        }
+        self._tracking = Tracking(model, **self._options)
+        self._accumulators = Accumulators(self._rule, self._tracking.locals, dtype, device)
+        self._aside: Aside | None = None
+        self._swapped: dict[str, Tensor] = {}
+        self._handle: RemovableHandle | None = None
+
+    def update(self) -> None:
+        """Take the parameters as they are now, as one sample; call it after the optimizer's step.
+
+        A parameter that was replaced since the last time is found again by its name.
+        """
+        self._require_training_weights("update")
+        if self._calls + 1 < self._every:
+            self._calls += 1
+            return
+        self._add()
+        self._calls = 0
+
+    @outside_autograd
+    def _add(self) -> None:
+        self._look_again()
+        self._accumulators.add()
+
+    def attach(self, optimizer: Optimizer) -> RemovableHandle:
+        """Update after every step that the optimizer makes, from now on.
+
+        So a batch whose gradient is only accumulated, or a step that a gradient scaler skips, does
+        not count. `remove()` of what is returned ends it.
+
+        Examples:
+            >>> model = torch.nn.Linear(2, 1)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> average = ParameterAverage(model, 100)
+            >>> handle = average.attach(optimizer)
+            >>> model(torch.ones(1, 2)).sum().backward()
+            >>> optimizer.step()
+            >>> average.count
+            1
+        """
+        if self._handle is not None and self._handle.id in (self._handle.hooks_dict_ref() or ()):
+            raise RuntimeError(
+                "attach: expected an average that is not attached yet, got one that is; call "
+                "remove() of the handle first, or every step would count twice"
+            )
+        self._handle = optimizer.register_step_post_hook(lambda *_: self.update())
+        return self._handle
+
+    @property
+    def rule(self) -> Rule:
+        """The rule, with its window."""
+        return self._rule
+
+    @property
+    def count(self) -> int:
+        """The number of updates that counted, t."""
+        return self._accumulators.clock.count
+
+    @property
+    def size(self) -> float:
+        """The size of the window, k_t: what was asked for. `profile` has what was got."""
+        return float(self._rule.size(self.count))
+
+    def weights(self) -> Reals:
+        """The weight of each of the `count` updates, oldest first."""
+        return profiles.dense_weights(self._rule, self._accumulators.clock.starts, self.count)
+
+    def profile(self) -> profiles.Profile:
+        """A summary of the weights: effective size, mean age, oldest age.
+
+        Examples:
+            >>> average = ParameterAverage(torch.nn.Linear(2, 1), 100)
+            >>> for _ in range(250):
+            ...     average.update()
+            >>> round(average.profile().effective_size, 9)
+            100.0
+        """
+        self._require_an_update("profile")
+        return profiles.profile(self._rule, self._accumulators.clock.starts, self.count)
+
+    # Evaluation.
+
+    @contextmanager
+    def average_parameters(self) -> Iterator[None]:
+        """A context in which the model has the averaged parameters.
+
+        When it ends, whatever was raised, the model has its own back, bit for bit, and its buffers
+        too: BatchNorm statistics may be computed anew inside.
+        """
+        self._require_an_update("average_parameters")
+        self._require_training_weights("average_parameters")
+        try:
+            self._put_aside(read=True)
+            yield
+        finally:
+            self._put_back()
+
+    def store(self) -> None:
+        """Put the parameters aside until `restore`; `copy_to()` may then overwrite them."""
+        self._require_training_weights("store")
+        self._put_aside(read=False)
+
+    def restore(self) -> None:
+        """Give the model back what `store` put aside."""
+        if self._aside is None:
+            raise RuntimeError("restore: expected a store() before it, got none")
+        self._put_back()
+
+    @outside_autograd
+    def _put_aside(self, *, read: bool) -> None:
+        self._look_again()
+        tracking = self._tracking
+        self._swapped = dict(tracking.locals)
+        if self._options["buffers"] != "skip":
+            self._swapped |= {name: local(tensor) for name, tensor in tracking.buffers.items()}
+        aside = Aside(list(self._swapped.values()), self._accumulators.device)
+        self._aside = aside
+        for name, tensor in self._swapped.items():
+            if not (read and name in tracking.locals):
+                aside.keep(tensor)
+        if read:
+            self._accumulators.read(tracking.locals, before=aside.keep)
+
+    @outside_autograd
+    def _put_back(self) -> None:
+        if self._aside is None:  # nothing was touched
+            return
+        self._aside.put_back()
+        if self._look_again():
+            # tensors were replaced in between: their successors get what they held
+            tracking = self._tracking
+            for name, tensor in (tracking.averaged | tracking.buffers).items():
+                if name in self._swapped and local(tensor) is not self._swapped[name]:
+                    local(tensor).copy_(self._swapped[name])
+        self._aside = None
+        self._swapped = {}
+
+    @outside_autograd
+    def copy_to(self, model: Source | None = None) -> None:
+        """Write the averages into a model: into the very one, for good, or into another like it.
+
+        Another one also gets what is not averaged, buffers included unless they are skipped.
+        """
+        self._require_an_update("copy_to")
+        self._look_again()
+        mine = self._tracking
+        if model is None:
+            self._accumulators.read(mine.locals)
+            return
+        other = mine.of(model, self._options)
+        self._accumulators.read(other.locals)
+        rest = dict(mine.parameters)
+        if self._options["buffers"] != "skip":
+            rest |= mine.buffers
+        for name, tensor in rest.items():
+            local((other.parameters | other.buffers)[name]).copy_(local(tensor))
+
+    # Export.
+
+    @outside_autograd
+    def averaged_state_dict(self, dtype: torch.dtype | None = None) -> dict[str, Any]:
+        """The state dict of the averaged model, with the keys of `model.state_dict()`.
+
+        Its tensors are new, each in its parameter's dtype unless one is asked for, and sharded as
+        the parameters are.
+
+        Examples:
+            >>> average = ParameterAverage(torch.nn.Linear(2, 1), 100)
+            >>> average.update()
+            >>> list(average.averaged_state_dict())
+            ['weight', 'bias']
+        """
+        self._require_an_update("averaged_state_dict")
+        self._look_again()
+        tracking = self._tracking
+
+        def kind(tensor: Tensor) -> torch.dtype:
+            return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+        averages = {
+            name: torch.empty_like(tensor, dtype=kind(tensor), requires_grad=False)
+            for name, tensor in tracking.locals.items()
+        }
+        self._accumulators.read(averages)
+        made = {
+            id(tensor): sharded_like(averages[name], tensor)
+            for name, tensor in tracking.averaged.items()
+        }
+        if tracking.module is None:
+            state: dict[str, Any] = tracking.averaged | tracking.parameters
+        else:
+            state = tracking.module.state_dict(keep_vars=True)
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                if id(value) not in made:
+                    made[id(value)] = value.detach().to(kind(value), copy=True)
+                state[key] = made[id(value)]
+        return state
+
+    def full_state_dict(self, dtype: torch.dtype | None = None) -> dict[str, Any]:
+        """`averaged_state_dict` with whole tensors in main memory, for export.
+
+        If the model is sharded they are gathered, one by one: every process must call it.
+        """
+        state = self.averaged_state_dict(dtype)
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                gathered = value.full_tensor() if is_sharded(value) else value  # type: ignore[attr-defined]
+                state[key] = gathered.cpu()
+        return state
+
+    def save_averaged(self, path: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
+        """Write the averaged model to a `.safetensors` file, whole or not at all.
+
+        If the model is sharded every process must call it, and that of rank 0 writes.
+        """
+        sharded = any(map(is_sharded, self._tracking.averaged.values()))
+        tensors: dict[str, Tensor] = {}
+        stored = set()
+        for key, value in self.full_state_dict(dtype).items():
+            if not isinstance(value, Tensor):
+                raise TypeError(
+                    f"save_averaged: {key}: expected tensors, which is all that safetensors holds, "
+                    f"got {type(value).__name__}; save averaged_state_dict() with torch.save"
+                )
+            # each key of a tied tensor has its own copy in the file
+            again = value.untyped_storage().data_ptr() in stored
+            stored.add(value.untyped_storage().data_ptr())
+            tensors[key] = value.clone() if again else value.contiguous()
+        if not sharded or torch.distributed.get_rank() == 0:
+            with whole_file(path) as file:
+                save_file(tensors, file.name, metadata={"format": "pt"})
+
+    # State.
+
+    @outside_autograd
+    def state_dict(self) -> dict[str, Any]:
+        """All there is to know, in the layout of `tailavg.state`.
+
+        As in torch, its tensors are those of the average itself, not copies: save them before the
+        next update. `torch.save`, `torch.load(weights_only=True)` and, for sharded models,
+        `torch.distributed.checkpoint` can store it.
+        """
+        self._require_training_weights("state_dict")
+        self._look_again()
+        return self._accumulators.state_dict(self._tracking.averaged) | {"calls": self._calls}
+
+    @outside_autograd
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` saved, as if there had been no stop.
+
+        The average must have been made with the same rule and dtype, for a model with the same
+        names and shapes; otherwise a ValueError says what differs, and nothing is changed.
+        """
+        self._require_training_weights("load_state_dict")
+        self._look_again()
+        self._accumulators.load(state, self._tracking, also=("calls",))
+        self._calls = state["calls"] % self._every
+
+    def to(self, device: torch.device | str | int) -> ParameterAverage:
+        """Move the accumulators to a device."""
+        self._require_training_weights("to")
+        self._accumulators = self._accumulators.to(device, self._tracking.locals)
+        return self
+
+    def __repr__(self) -> str:
+        tensors = len(self._tracking.averaged)
+        return f"<ParameterAverage({self._rule}): {self.count} updates of {tensors} tensors>"
+
+    def _look_again(self) -> bool:
+        """Find parameters that were replaced; True if any was."""
+        changed = self._tracking.refresh()
+        if changed:
+            self._accumulators.bind(self._tracking.locals)
+        return changed
+
+    def _require_an_update(self, call: str) -> None:
+        if not self.count:
+            waits = f" ({self._calls} of {self._every} calls)" if self._every > 1 else ""
+            raise RuntimeError(
+                f"{call}: expected at least one update before the first read, got none{waits}; "
+                "call update() after the optimizer's step"
+            )
+
+    def _require_training_weights(self, call: str) -> None:
+        if self._aside is not None:
+            raise RuntimeError(
+                f"{call}: expected the model to have its own weights, got one whose weights are "
+                "put aside; leave average_parameters() or call restore() first"
+            )

@@ -1,0 +1,306 @@
+"""Which tensors of a model are averaged, by name; and a cheap way to notice that they changed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from itertools import chain
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.parameter import is_lazy
+
+__all__ = [
+    "Buffers",
+    "Choice",
+    "Source",
+    "Tracking",
+    "is_sharded",
+    "local",
+    "outside_autograd",
+    "sharded_like",
+    "unwrap",
+]
+
+Buffers = Literal["copy", "average", "skip"]
+Choice = str | Sequence[str] | Callable[[str], bool] | None
+Source = Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+
+Call = TypeVar("Call", bound=Callable[..., Any])
+
+_PLACE = (Tensor.data_ptr, Tensor.numel, Tensor.stride)  # where a tensor's elements are
+
+
+def outside_autograd(call: Call) -> Call:
+    """Tensors made inside must be of use outside of `torch.inference_mode` too."""
+    return torch.inference_mode(False)(torch.no_grad()(call))
+
+
+def unwrap(model: Module) -> Module:
+    """The module inside the wrappers of DDP, DataParallel and torch.compile."""
+    while True:
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
+            model = model.module
+        elif isinstance(model, torch._dynamo.OptimizedModule):
+            model = model._orig_mod
+        else:
+            return model
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Whether it is a DTensor. Nobody has one who has not imported their module."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The shard that this process holds of a DTensor; any other tensor as it is."""
+    return tensor._local_tensor if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def sharded_like(shard: Tensor, like: Tensor) -> Tensor:
+    """A shard as the DTensor that it is a part of, if `like` is one."""
+    if not is_sharded(like):
+        return shard
+    whole: Any = like
+    made: Tensor = type(whole).from_local(
+        shard,
+        whole.device_mesh,
+        whole.placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
+    return made
+
+
+def _walk(module: Module, prefix: str = "") -> Iterator[tuple[str, Module]]:
+    """Every module and its name, shared ones under each of their names, wrappers seen through."""
+    module = unwrap(module)
+    yield prefix, module
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _walk(child, f"{prefix}{name}.")
+
+
+class _Patterns:
+    """Names chosen by glob patterns or a function. Every pattern must match some name."""
+
+    def __init__(self, option: str, choice: Choice) -> None:
+        self.option = option
+        self.choice = choice
+        if isinstance(choice, str):
+            self.choice = [choice]
+        elif choice is not None and not callable(choice):
+            self.choice = list(choice)
+            if not all(isinstance(pattern, str) for pattern in self.choice):
+                raise TypeError(f"{option}: expected patterns or a function, got {choice!r}")
+
+    def among(self, names: Sequence[str]) -> set[str]:
+        if self.choice is None:
+            return set()
+        if callable(self.choice):
+            return {name for name in names if self.choice(name)}
+        chosen = set()
+        for pattern in self.choice:
+            matches = {name for name in names if fnmatchcase(name, pattern)}
+            if not matches:
+                raise ValueError(
+                    f"{self.option}: expected patterns that match names such as {names[0]!r}, "
+                    f"got {pattern!r}, which matches none"
+                )
+            chosen |= matches
+        return chosen
+
+
+class Tracking:
+    """The tensors of a model by name: those `averaged`, other `parameters`, other `buffers`.
+
+    A tensor with several names stands under the first; `aliases` leads from each name to it.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        include: Choice = None,
+        exclude: Choice = None,
+        buffers: Buffers = "copy",
+    ) -> None:
+        if buffers not in get_args(Buffers):
+            raise ValueError(f"buffers: expected one of {get_args(Buffers)}, got {buffers!r}")
+        self._average_buffers = buffers == "average"
+        self.module: Module | None = None
+        if isinstance(source, Module):
+            self.module = unwrap(source)
+        else:
+            pairs = list(source.items() if isinstance(source, Mapping) else source)
+            self._given = dict(pairs)
+            for name, tensor in pairs:
+                if not (isinstance(name, str) and isinstance(tensor, Tensor)):
+                    raise TypeError(
+                        "expected a module or pairs of a name and a tensor, as named_parameters() "
+                        f"gives, got a pair of {type(name).__name__} and {type(tensor).__name__}"
+                    )
+                if self._given[name] is not tensor:
+                    raise ValueError(f"{name}: expected each name once, got two tensors of it")
+        self._include = _Patterns("include", include)
+        self._exclude = _Patterns("exclude", exclude)
+        self._fsdp: list[Any] = []
+        self._adopt(self._look())
+        self.shapes = {name: _shapes(tensor) for name, tensor in self.averaged.items()}
+        if not self.averaged:
+            raise ValueError(
+                "expected at least one floating point tensor to average, got none; "
+                "include and exclude choose them by name"
+            )
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor, bool]]:
+        """Every tensor under each of its names, and whether it is a buffer."""
+        if self.module is None:
+            yield from ((name, tensor, False) for name, tensor in self._given.items())
+            return
+        for prefix, module in _walk(self.module):
+            for name, tensor in module._parameters.items():
+                if tensor is not None:
+                    yield prefix + name, tensor, False
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    yield prefix + name, buffer, True
+
+    def _look(self) -> _Seen:
+        """What there is now."""
+        self.reshard()
+        first: dict[int, str] = {}
+        found: dict[str, tuple[Tensor, bool]] = {}
+        seen = _Seen({}, {}, {}, {})
+        for name, tensor, is_buffer in self._tensors():
+            if is_lazy(tensor):
+                raise ValueError(
+                    f"{name}: expected a tensor with a shape, got an uninitialised one; "
+                    "run a batch through the model first"
+                )
+            seen.aliases[name] = first.setdefault(id(tensor), name)
+            found.setdefault(seen.aliases[name], (tensor, is_buffer))
+        names = list(seen.aliases)
+        chosen = self._include.among(names) if self._include.choice is not None else set(names)
+        chosen -= self._exclude.among(names)
+        chosen = {seen.aliases[name] for name in chosen}
+        for name, (tensor, is_buffer) in found.items():
+            numbers = tensor.is_floating_point() or tensor.is_complex()
+            if name in chosen and numbers and (self._average_buffers or not is_buffer):
+                seen.averaged[name] = tensor
+            else:
+                (seen.buffers if is_buffer else seen.parameters)[name] = tensor
+        return seen
+
+    def _adopt(self, seen: _Seen) -> None:
+        self.averaged, self.parameters, self.buffers, self.aliases = seen
+        self.locals = {name: local(tensor) for name, tensor in self.averaged.items()}
+        self._sharded = [tensor for tensor in self.averaged.values() if is_sharded(tensor)]
+        self._shards = [local(tensor) for tensor in self._sharded]
+        self._tensors_seen = list(self.locals.values())
+        self._places = [list(map(part, self._tensors_seen)) for part in _PLACE]
+        self._slots: list[dict[str, Any]] = []
+        self._fsdp = []
+        if self.module is not None:
+            fsdp = sys.modules.get("torch.distributed.fsdp")
+            for module in {id(module): module for _, module in _walk(self.module)}.values():
+                self._slots += [module._parameters, module._modules, module._buffers]
+                if fsdp is not None and isinstance(module, fsdp.FSDPModule):
+                    self._fsdp.append(module)
+        self._members = list(chain.from_iterable(map(dict.values, self._slots)))  # held: ids last
+        self._ids = list(map(id, self._members))
+
+    def is_current(self) -> bool:
+        """Whether the model holds the same tensors, at the same places in memory, as last seen.
+
+        Every one of them is compared, at some 250 ns each: `layer.weight = …`, a new submodule,
+        `load_state_dict(assign=True)`, `parameter.data = …` and `model.to(…)` all show.
+        """
+        self.reshard()
+        return (
+            all(list(map(part, self._tensors_seen)) == was for part, was in self._placed())
+            and list(map(id, chain.from_iterable(map(dict.values, self._slots)))) == self._ids
+            and all(map(_same_shard, self._sharded, self._shards))
+        )
+
+    def _placed(self) -> Iterator[tuple[Callable[[Tensor], Any], list[Any]]]:
+        return zip(_PLACE, self._places, strict=True)
+
+    def refresh(self) -> bool:
+        """Look again if the model changed; True if it did.
+
+        If it is not the same model any more, raise by name, and keep what was seen.
+        """
+        if self.is_current():
+            return False
+        seen = self._look()
+        check_names("model", self.shapes, seen.averaged)
+        self._adopt(seen)
+        return True
+
+    def of(self, model: Source, options: Mapping[str, Any]) -> Tracking:
+        """Another model's tensors under the names of this one's; raise by name if they differ."""
+        other = Tracking(model, **options)
+        for attribute in ("averaged", "parameters", "buffers"):
+            mine, its = getattr(self, attribute), getattr(other, attribute)
+            found = {
+                self.aliases.get(alias, alias): its[name]
+                for alias, name in other.aliases.items()
+                if name in its
+            }
+            check_names("model", {name: _shapes(tensor) for name, tensor in mine.items()}, found)
+            setattr(other, attribute, found)
+        other.locals = {name: local(tensor) for name, tensor in other.averaged.items()}
+        return other
+
+    def reshard(self) -> None:
+        """Let FSDP drop the gathered weights that a forward pass left: shards are what counts."""
+        for module in self._fsdp:
+            module.reshard()
+
+
+class _Seen(NamedTuple):
+    averaged: dict[str, Tensor]
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    aliases: dict[str, str]
+
+
+def _shapes(tensor: Tensor) -> tuple[torch.Size, torch.Size]:
+    """Of the whole tensor, and of what this process holds of it."""
+    return tensor.shape, local(tensor).shape
+
+
+def check_names(
+    what: str, expected: Mapping[str, tuple[torch.Size, torch.Size]], got: Mapping[str, Tensor]
+) -> None:
+    """Raise a ValueError that names what is missing, unexpected, or of another shape."""
+    if missing := [name for name in expected if name not in got]:
+        raise ValueError(f"{what}: expected {_listed(missing)}, got none of that name")
+    if unexpected := [name for name in got if name not in expected]:
+        raise ValueError(
+            f"{what}: expected the names there were at first, got {_listed(unexpected)} too"
+        )
+    for name, shapes in expected.items():
+        if not isinstance(got[name], Tensor):
+            raise ValueError(f"{what}: {name}: expected a tensor, got {type(got[name]).__name__}")
+        for shape, its in zip(shapes, _shapes(got[name]), strict=True):
+            if shape != its:
+                raise ValueError(
+                    f"{what}: {name}: expected shape {tuple(shape)}, got {tuple(its)}; "
+                    "an average is of tensors that keep their shapes"
+                )
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more
+
+
+def _same_shard(tensor: Any, shard: Tensor) -> bool:
+    return tensor._local_tensor is shard

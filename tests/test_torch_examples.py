@@ -1,0 +1,80 @@
+"""The examples of `tailavg.torch` run, in their reduced form, and show what they claim to show."""
+
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TAILS = ("last 10 %", "last 25 %", "last 50 %", "last 500 steps")
+
+
+def example(name, *options):
+    script = ROOT / "examples" / f"{name}.py"
+    return subprocess.run([sys.executable, script, *options], capture_output=True, text=True)
+
+
+def table(text, title):
+    """Rows of numbers by name, under the line that starts with the title."""
+    (block,) = (block for block in text.split("\n\n") if block.startswith(title))
+    rows = {}
+    for line in block.splitlines()[1:]:
+        name, *values = re.split(r"\s{2,}", line)
+        rows[name] = [math.nan if value == "–" else float(value.rstrip("*")) for value in values]
+    return rows
+
+
+def test_digits(tmp_path):
+    picture = tmp_path / "new" / "digits.svg"
+    run = example("digits", "--quick", "--output", picture)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith("6 epochs of 63 steps; the mean of 1 run(s)")
+    losses, accuracies = table(run.stdout, "test loss"), table(run.stdout, "test accuracy, %")
+
+    methods = ["last iterate", "EMA 0.9", "EMA 0.99", "EMA 0.999", "SWA", *TAILS]
+    assert list(losses) == list(accuracies) == methods
+    for name in methods:
+        # SWA starts half-way: it has the last epoch and the mean from there on
+        before = slice(0, -2) if name == "SWA" else slice(0, 0)
+        assert all(map(math.isnan, losses[name][before] + accuracies[name][before]))
+        assert all(0 < loss < 5 for loss in losses[name][before.stop :])
+        assert all(5 < accuracy <= 100 for accuracy in accuracies[name][before.stop :])
+
+    *_, last = losses["last iterate"]  # over the second half, since it jumps
+    for name in TAILS:
+        assert losses[name][-1] < last, name
+        assert accuracies[name][-1] > 90
+    assert picture.stat().st_size > 10_000
+    assert "EMA 0.999" in picture.read_text()
+
+
+def test_a_resumed_run_is_the_unbroken_one_to_the_bit(tmp_path):
+    run = example("resume", "--folder", tmp_path / "new")
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "dies at step 250\nresumed at step 200\n" in run.stdout
+    for part in ("model", "optimizer", "quarter", "window", "random"):
+        assert re.search(rf"^{part} +equal to the bit", run.stdout, re.MULTILINE)
+    for average in ("quarter", "window"):
+        assert re.search(rf"^weights of {average} +equal to the bit", run.stdout, re.MULTILINE)
+    assert "DIFFERENT" not in run.stdout
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+@pytest.mark.parametrize(
+    ("forgotten", "different"),
+    [
+        ("model", {"model", "optimizer", "quarter", "window"}),
+        ("optimizer", {"model", "optimizer", "quarter", "window"}),
+        ("quarter", {"quarter"}),
+        ("window", {"window"}),
+        ("random", {"model", "optimizer", "quarter", "window", "random"}),
+    ],
+)
+def test_a_run_resumed_without_a_part_is_found_out(forgotten, different, tmp_path):
+    run = example("resume", "--folder", tmp_path, "--forget", forgotten)
+    assert run.returncode == 1
+    assert "not the unbroken one" in run.stderr
+    assert set(re.findall(r"^(\w+) +DIFFERENT", run.stdout, re.MULTILINE)) == different

@@ -1,0 +1,671 @@
+"""AveragedModel in the place of torch's own class: the same scripts, with a tail average."""
+
+import copy
+import io
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim import swa_utils
+from torch.utils.data import DataLoader
+
+from cases import rules, short
+from tailavg import AnytimeWindow, ExactWindow, Exponential, Fixed, RawTail
+from tailavg.torch import AveragedModel, ParameterAverage, growing_avg_fn, growing_multi_avg_fn
+from torch_models import (
+    TORCH_RULES,
+    History,
+    Odd,
+    Walk,
+    assert_averages,
+    bits,
+    dense,
+    named,
+    odd_batch,
+    raw,
+    small,
+    wide,
+)
+
+every_rule = pytest.mark.parametrize("rule", TORCH_RULES, ids=short)
+kept_rules = rules.filter(lambda rule: not isinstance(rule, ExactWindow))
+
+
+def walked(model, rule, steps: int, **options):
+    """An averaged model after so many updates, and the walk and history of its source."""
+    averaged = AveragedModel(model, rule, **options)
+    walk, history = Walk(model), History(model)
+    for _ in range(steps):
+        walk.step()
+        averaged.update_parameters(model)
+        history.record()
+    return averaged, walk, history
+
+
+def saved(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def tensors_of(state) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+@every_rule
+def test_the_module_has_the_averages_of_the_model(rule):
+    model, steps = small(norm=False), 600
+    averaged, walk, history = AveragedModel(model, rule), Walk(model), History(model)
+    for t in range(1, steps + 1):
+        walk.step()
+        averaged.update_parameters(model)
+        history.record()
+        if t in (1, 2, 30, 255, 256, 257, 400, 600):
+            assert_averages(named(averaged.module), history.average(rule))
+            assert averaged.n_averaged == t
+
+
+@settings(max_examples=20)
+@given(kept_rules, st.integers(1, 120))
+def test_any_rule_resumed_at_any_step_follows_the_reference(rule, stop):
+    model = small(norm=False)
+    averaged, walk, history = AveragedModel(model, rule), Walk(model), History(model)
+    whole = AveragedModel(model, rule)
+    for t in range(1, 121):
+        walk.step()
+        averaged.update_parameters(model)
+        whole.update_parameters(model)
+        history.record()
+        if t == stop:
+            state = saved(averaged.state_dict())
+            averaged = AveragedModel(small(seed=1, norm=False), rule)
+            averaged.load_state_dict(state)
+    assert_averages(named(averaged.module), history.average(rule))
+    assert bits(averaged) == bits(whole)
+
+
+def test_it_is_a_module_with_the_keys_of_torchs_class():
+    model = small()
+    ours, theirs = AveragedModel(model, 0.5), swa_utils.AveragedModel(model)
+    assert isinstance(ours, nn.Module)
+    assert list(tensors_of(ours.state_dict())) == list(theirs.state_dict())
+    assert set(ours.state_dict()) - set(theirs.state_dict()) == {"_extra_state"}
+    assert [name for name, _ in ours.named_parameters()] == [
+        name for name, _ in theirs.named_parameters()
+    ]
+    assert [name for name, _ in ours.named_buffers()] == [n for n, _ in theirs.named_buffers()]
+    assert [name for name, _ in ours.named_modules()] == [n for n, _ in theirs.named_modules()]
+    assert [name for name, _ in ours.named_children()] == [n for n, _ in theirs.named_children()]
+    assert ours.n_averaged.dtype == torch.long
+    assert (ours.n_averaged.shape, int(ours.n_averaged)) == ((), 0)
+    ours.update_parameters(model)
+    theirs.update_parameters(model)
+    assert ours.n_averaged == theirs.n_averaged == 1
+    assert list(tensors_of(ours.state_dict())) == list(theirs.state_dict())
+
+
+def test_before_the_first_update_it_has_the_weights_it_was_made_with():
+    model = small()
+    averaged, before = AveragedModel(model, 10), bits(model)
+    Walk(model).step()
+    assert bits(averaged.module) == before
+    assert bits(averaged.module) != bits(model)
+    averaged.update_parameters(model)
+    assert bits(named(averaged.module)) == bits(named(model))
+
+
+X = torch.rand(4, 3, generator=torch.Generator().manual_seed(0))
+LOOKS = {
+    "module": lambda m: m.module[0].weight,
+    "forward": lambda m: m(X),
+    "forward of module": lambda m: m.module(X),
+    "parameters": lambda m: next(iter(m.parameters())),
+    "named_parameters": lambda m: dict(m.named_parameters())["module.0.weight"],
+    "state_dict": lambda m: m.state_dict()["module.0.weight"],
+    "module's state_dict": lambda m: m.module.state_dict()["0.weight"],
+    "children": lambda m: next(iter(m.children()))[0].weight,
+    "named_children": lambda m: dict(m.named_children())["module"][0].weight,
+    "modules": lambda m: list(m.modules())[2].weight,
+    "named_modules": lambda m: dict(m.named_modules())["module.0"].weight,
+    "get_parameter": lambda m: m.get_parameter("module.0.weight"),
+    "get_submodule": lambda m: m.get_submodule("module.0").weight,
+    "get_buffer": lambda m: m.get_buffer("module.1.running_mean"),
+    "buffers": lambda m: list(m.buffers())[1],
+    "named_buffers": lambda m: dict(m.named_buffers())["module.1.running_mean"],
+    "functional_call": lambda m: torch.func.functional_call(m, {}, (X,)),
+    "deepcopy": lambda m: copy.deepcopy(m).module[0].weight,
+    "apply": lambda m: seen_by_apply(m),
+    "to": lambda m: m.to(torch.float64).to(torch.float32).module[0].weight,
+    "parameters_to_vector": lambda m: nn.utils.parameters_to_vector(m.parameters()),
+    "compiled": lambda m: torch.compile(m, backend="eager")(X),
+    "pickled whole": lambda m: pickled(m).module[0].weight,
+}
+
+
+def pickled(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def seen_by_apply(model):
+    seen = []
+    model.apply(
+        lambda module: seen.append(module.weight) if isinstance(module, nn.Linear) else None
+    )
+    return seen[0].detach().clone()
+
+
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
+def test_whichever_way_one_looks_one_sees_the_averages(look):
+    """Each look is the first after an update; what it should see is set up by hand."""
+    model, rule = small(), AnytimeWindow(10)
+    averaged, walk, history = walked(model, rule, 25)
+    averaged.eval()
+    for _ in range(3):
+        for _ in range(7):
+            walk.step()
+            model(torch.rand(6, 3))
+            averaged.update_parameters(model)
+            history.record()
+        expected = copy.deepcopy(model).eval()
+        with torch.no_grad():
+            for name, values in history.average(rule).items():
+                named(expected)[name].copy_(torch.from_numpy(values))
+        reference = AveragedModel(expected, rule).eval()
+        torch.testing.assert_close(look(averaged), look(reference), rtol=1e-5, atol=1e-6)
+
+
+def test_the_averages_are_written_once_per_update_and_only_when_looked_at():
+    model = small()
+    averaged, walk, _ = walked(model, 10, 5)
+    module = averaged.module
+    versions = [p._version for p in module.parameters()]
+    averaged.state_dict()
+    averaged(torch.rand(4, 3))
+    assert averaged.module is module
+    assert [p._version for p in module.parameters()] == versions
+    stale = bits(named(module))
+    for _ in range(5):
+        walk.step()
+        averaged.update_parameters(model)
+    assert bits(named(module)) == stale, "nobody looked"
+    assert averaged.module is module
+    assert bits(named(module)) != stale
+
+
+def test_what_one_writes_into_the_module_stays_until_the_next_update():
+    """Lightning swaps weights through it; `update_bn` writes its statistics there."""
+    model = small()
+    averaged, walk, history = walked(model, 10, 15)
+    with torch.no_grad():
+        averaged.module[0].weight.fill_(7.0)
+        averaged.module[1].running_mean.fill_(8.0)
+    for look in (lambda: averaged.module, lambda: averaged(torch.rand(4, 3)), averaged.state_dict):
+        averaged.eval()
+        look()
+        assert (averaged.module[0].weight == 7.0).all()
+        assert (averaged.module[1].running_mean == 8.0).all()
+    walk.step()
+    averaged.update_parameters(model)
+    history.record()
+    assert_averages(named(averaged.module), history.average(AnytimeWindow(10)))
+
+
+def test_buffers_follow_the_model_or_are_averaged():
+    rule = AnytimeWindow(10)
+    for use_buffers in (False, True):
+        model, history = small(), History()
+        averaged = AveragedModel(model, rule, use_buffers=use_buffers)
+        for _ in range(40):
+            model(torch.rand(6, 3))
+            averaged.update_parameters(model)
+            history.record(dict(model.named_buffers()))
+        last = dict(model.named_buffers())
+        saw = dict(averaged.module.named_buffers())
+        assert int(saw["1.num_batches_tracked"]) == 40
+        if use_buffers:
+            expected = history.average(rule)
+            del expected["1.num_batches_tracked"]
+            assert_averages(saw, expected)
+            assert bits(saw) != bits(last)
+        else:
+            assert bits(saw) == bits(last)
+            model(torch.rand(6, 3))
+            assert bits(saw) != bits(last), "in step with updates, not tied to the model"
+
+
+@pytest.mark.parametrize("batch", ["tensor", "tuple"])
+def test_torchs_update_bn_works(batch):
+    random = torch.Generator().manual_seed(0)
+    xs = [torch.rand(8, 3, generator=random) for _ in range(6)]
+    loader = xs if batch == "tensor" else [(x, None) for x in xs]
+    model = small()
+    averaged, walk, history = walked(model, 10, 30)
+    swa_utils.update_bn(loader, averaged)
+    expected = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, values in history.average(AnytimeWindow(10)).items():
+            named(expected)[name].copy_(torch.from_numpy(values))
+    swa_utils.update_bn(loader, expected)
+    for (name, got), (_, want) in zip(
+        averaged.module.named_buffers(), expected.named_buffers(), strict=True
+    ):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6, msg=name)
+    assert averaged.module[1].momentum == 0.1
+    statistics = bits(dict(averaged.module.named_buffers()))
+    resumed = AveragedModel(small(seed=1), 10)
+    resumed.load_state_dict(saved(averaged.state_dict()))
+    assert bits(dict(resumed.module.named_buffers())) == statistics
+    assert bits(resumed) == bits(averaged)
+    walk.step()
+    averaged.update_parameters(model)
+    assert bits(dict(averaged.module.named_buffers())) == bits(dict(model.named_buffers()))
+
+
+def test_the_script_of_torchs_documentation_with_one_argument_more():
+    torch.manual_seed(0)
+    random = torch.Generator().manual_seed(1)
+    loader = [(torch.rand(8, 3, generator=random), torch.rand(8, 2, generator=random))] * 3
+    model, loss_fn = small(), nn.MSELoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    swa_model = AveragedModel(model, 0.5)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=30)
+    swa_scheduler = swa_utils.SWALR(optimizer, swa_lr=0.05)
+    history = History(model)
+    for epoch in range(30):
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss_fn(model(x), y).backward()
+            optimizer.step()
+        if epoch > 10:
+            swa_model.update_parameters(model)
+            history.record()
+            swa_scheduler.step()
+        else:
+            scheduler.step()
+    swa_utils.update_bn(loader, swa_model)
+    assert swa_model.n_averaged == 19
+    assert_averages(named(swa_model.module), history.average(AnytimeWindow(0.5)))
+    swa_model.eval()
+    assert loss_fn(swa_model(loader[0][0]), loader[0][1]) < 0.5
+
+
+def test_a_model_of_all_kinds_at_once_is_averaged():
+    rule, model = AnytimeWindow(30), Odd(compiled=False)
+    averaged, walk, history = AveragedModel(model, rule), Walk(model), History(model)
+    for step in range(300):
+        walk.step()
+        if step % 50 == 0:
+            model.loss(step)
+        averaged.update_parameters(model)
+        history.record()
+    assert_averages(named(averaged.module), history.average(rule))
+    assert averaged.module.head.weight is averaged.module.embed.weight
+    for (name, got), (_, want) in zip(
+        named(averaged.module).items(), named(model).items(), strict=True
+    ):
+        assert (got.dtype, got.stride(), got.requires_grad) == (
+            want.dtype,
+            want.stride(),
+            want.requires_grad,
+        ), name
+    assert bits(dict(averaged.module.named_buffers())) == bits(dict(model.named_buffers()))
+    resumed = AveragedModel(Odd(seed=1, compiled=False), rule)
+    resumed.load_state_dict(saved(averaged.state_dict()))
+    persistent = averaged.state_dict()
+    assert bits(tensors_of(resumed.state_dict())) == bits(tensors_of(persistent))
+    averaged.eval()
+    resumed.eval()
+    resumed.module.cache.copy_(averaged.module.cache)
+    torch.testing.assert_close(resumed(*odd_batch(1)), averaged(*odd_batch(1)), rtol=0, atol=0)
+
+
+def test_the_source_may_come_wrapped():
+    model = small()
+    sources = {
+        "plain": model,
+        "compiled": torch.compile(model, backend="eager"),
+        "parallel": nn.DataParallel(model),
+    }
+    averages = {name: AveragedModel(model, 10) for name in sources}
+    walk = Walk(model)
+    for _ in range(25):
+        walk.step()
+        for name, source in sources.items():
+            averages[name].update_parameters(source)
+    assert bits(averages["plain"]) == bits(averages["compiled"]) == bits(averages["parallel"])
+
+
+def test_a_wrapped_model_may_be_averaged():
+    model = small()
+    compiled = torch.compile(model, backend="eager")
+    averaged, walk = AveragedModel(compiled, 10), Walk(model)
+    reference = AveragedModel(model, 10)
+    for _ in range(25):
+        walk.step()
+        averaged.update_parameters(compiled)
+        reference.update_parameters(model)
+    x = torch.rand(4, 3)
+    averaged.eval()
+    reference.eval()
+    torch.testing.assert_close(averaged(x), reference(x))
+
+
+def test_another_model_of_the_same_names_goes_on():
+    """After a restart the source is another object."""
+    first, second = small(), small(seed=1)
+    averaged, history = AveragedModel(first, AnytimeWindow(1.0)), History()
+    for model in (first, second, first, second):
+        averaged.update_parameters(model)
+        history.record(named(model))
+    assert_averages(named(averaged.module), history.average(AnytimeWindow(1.0)))
+
+
+def test_a_source_that_does_not_match_is_refused_by_name():
+    averaged, _, _ = walked(small(), 10, 25)
+    before = bits(averaged)
+    misshapen = small()
+    misshapen[3] = nn.Linear(4, 3)
+    for source, name in (
+        (misshapen, r"3\.weight"),
+        (small().append(nn.Linear(2, 2)), r"4\.weight"),
+        (small()[:2], r"3\.weight"),
+    ):
+        with pytest.raises(ValueError, match=name):
+            averaged.update_parameters(source)
+        assert averaged.n_averaged == 25
+        assert bits(averaged) == before
+
+
+def test_a_state_of_torchs_own_class_is_refused_clearly():
+    theirs = swa_utils.AveragedModel(small(seed=3))
+    theirs.update_parameters(small(seed=4))
+    for strict in (True, False):
+        averaged, _, _ = walked(small(), 10, 25)
+        before = bits(averaged)
+        with pytest.raises(ValueError, match="AveragedModel"):
+            averaged.load_state_dict(theirs.state_dict(), strict=strict)
+        assert bits(averaged) == before
+
+
+def test_states_that_do_not_fit_are_refused_and_change_nothing():
+    model = small()
+    averaged, _, _ = walked(model, 10, 25)
+    good, before = saved(averaged.state_dict()), bits(averaged)
+    other_rule, _, _ = walked(small(), Exponential(10), 25)
+    with pytest.raises(ValueError, match="Exponential"):
+        averaged.load_state_dict(other_rule.state_dict())
+    assert bits(averaged) == before
+    with pytest.raises((ValueError, RuntimeError), match="version"):
+        averaged.load_state_dict(good | {"_extra_state": good["_extra_state"] | {"version": 99}})
+    assert bits(averaged) == before
+    taller, _, _ = walked(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 7)), 10, 25)
+    with pytest.raises((ValueError, RuntimeError), match="weight"):
+        averaged.load_state_dict(taller.state_dict())
+    assert bits(averaged) == before
+    averaged.load_state_dict(good)
+    assert bits(averaged) == before
+
+
+def test_saving_changes_no_later_bit_and_loading_goes_on_as_if_never_stopped():
+    model = small()
+    plain, saving, resumed = (AveragedModel(model, 0.3, use_buffers=True) for _ in range(3))
+    walk = Walk(model)
+    for step in range(300):
+        walk.step()
+        model(torch.rand(6, 3))
+        for one in (plain, saving, resumed):
+            one.update_parameters(model)
+        state = saving.state_dict()
+        if step % 37 == 0:
+            resumed = AveragedModel(small(seed=step), 0.3, use_buffers=True)
+            resumed.load_state_dict(saved(state))
+    assert bits(plain) == bits(saving) == bits(resumed)
+    assert bits_of_state(plain) == bits_of_state(saving) == bits_of_state(resumed)
+
+
+def bits_of_state(averaged):
+    leaves, _ = torch.utils._pytree.tree_flatten(averaged.state_dict())
+    return [raw(x) if isinstance(x, torch.Tensor) else x for x in leaves]
+
+
+def test_a_fresh_model_can_be_saved_and_loaded():
+    averaged = AveragedModel(small(), 10)
+    state = saved(averaged.state_dict())
+    other, _, _ = walked(small(seed=1), 10, 12)
+    other.load_state_dict(state)
+    assert other.n_averaged == 0
+    assert bits(other) == bits(averaged)
+
+
+def test_a_copy_goes_its_own_way():
+    model = small()
+    averaged, walk, _ = walked(model, 10, 25)
+    twin = copy.deepcopy(averaged)
+    assert bits(twin) == bits(averaged)
+    before = bits(averaged)
+    for _ in range(20):
+        walk.step()
+        twin.update_parameters(model)
+    assert bits(averaged) == before
+    assert twin.n_averaged == 45
+    assert averaged.n_averaged == 25
+
+
+def test_its_modes_gradients_and_types_are_those_of_a_module():
+    model = small()
+    averaged, walk, history = walked(model, 10, 25)
+    averaged.eval()
+    assert not averaged.module[1].training
+    averaged.train()
+    assert averaged.module[1].training
+    averaged(torch.rand(4, 3)).sum().backward()
+    assert averaged.module[0].weight.grad is not None
+    with torch.inference_mode():
+        walk.step()
+        averaged.update_parameters(model)
+        history.record()
+        averaged(torch.rand(4, 3))
+    walk.step()
+    averaged.update_parameters(model)
+    history.record()
+    assert_averages(named(averaged.module), history.average(AnytimeWindow(10)))
+    assert averaged.requires_grad_(False) is averaged
+    assert not any(p.requires_grad for p in averaged.parameters())
+    averaged.to("cpu")
+    averaged.to(torch.float64)
+    walk.step()
+    averaged.update_parameters(model)
+    history.record()
+    assert {p.dtype for p in averaged.parameters()} == {torch.float64}
+    assert_averages(named(averaged.module), history.average(AnytimeWindow(10)), torch.float32)
+
+
+def test_a_device_may_be_named_as_in_torch():
+    for device in ("cpu", torch.device("cpu")):
+        averaged, _, _ = walked(small(), 10, 5, device=device)
+        assert averaged.n_averaged.device.type == "cpu"
+    positional = AveragedModel(small(), 10, torch.device("cpu"), True)
+    positional.update_parameters(small())
+
+
+def test_rules_are_checked_at_once():
+    with pytest.raises(TypeError, match="ExactWindow"):
+        AveragedModel(small(), ExactWindow(10))
+    with pytest.raises((TypeError, ValueError)):
+        AveragedModel(small(), "a quarter")
+    assert AveragedModel(small(), Fixed(3)).module is not None
+    assert AveragedModel(small(), RawTail(0.5, 10)).module is not None
+
+
+def test_it_gives_what_a_parameter_average_gives():
+    model = small()
+    averaged, average = AveragedModel(model, 0.25), ParameterAverage(model, 0.25)
+    walk = Walk(model)
+    for _ in range(333):
+        walk.step()
+        averaged.update_parameters(model)
+        average.update()
+    assert bits(averaged.module.state_dict()) == bits(average.averaged_state_dict())
+
+
+# Functions for torch's own class
+
+
+@pytest.mark.parametrize("window", [1, 10, 0.25, 1.0, Fixed(40)], ids=str)
+@pytest.mark.parametrize("kind", ["multi", "single"])
+def test_the_growing_exponential_drives_torchs_own_class(kind, window):
+    model = small(norm=False).double()
+    if kind == "multi":
+        options = {"multi_avg_fn": growing_multi_avg_fn(window)}
+    else:
+        options = {"avg_fn": growing_avg_fn(window)}
+    theirs, walk, history = swa_utils.AveragedModel(model, **options), Walk(model), History(model)
+    for t in range(1, 151):
+        walk.step()
+        theirs.update_parameters(model)
+        history.record()
+        if t in (1, 2, 3, 10, 41, 150):
+            expected = history.average(Exponential(window))
+            for name, values in expected.items():
+                np.testing.assert_allclose(
+                    wide(named(theirs.module)[name]), values, rtol=1e-12, atol=1e-14, err_msg=name
+                )
+
+
+def test_the_functions_take_float32_and_buffers_that_are_integers():
+    model = small()
+    theirs = swa_utils.AveragedModel(
+        model, multi_avg_fn=growing_multi_avg_fn(0.25), use_buffers=True
+    )
+    singly = swa_utils.AveragedModel(model, avg_fn=growing_avg_fn(0.25), use_buffers=True)
+    history = History(model)
+    for _ in range(30):
+        model(torch.rand(6, 3))
+        Walk(model, seed=_).step()
+        theirs.update_parameters(model)
+        singly.update_parameters(model)
+        history.record()
+    for one in (theirs, singly):
+        assert_averages(named(one.module), history.average(Exponential(0.25)))
+        assert one.module[1].num_batches_tracked.dtype == torch.int64
+
+
+# Lightning's own callback
+
+
+@pytest.fixture
+def lightning(monkeypatch):
+    """Lightning, with our class under the name of torch's."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of its own imports
+        import lightning.pytorch
+        import lightning.pytorch.callbacks.weight_averaging as callback
+    monkeypatch.setattr(callback, "AveragedModel", AveragedModel)
+    return lightning.pytorch
+
+
+def lightning_net(lightning, seed: int = 0):
+    """A module that keeps its weights after each step and as validation sees them."""
+
+    class Net(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = small(seed)
+            self.steps, self.validated, self.last = [], {}, None
+
+        def training_step(self, batch, index):
+            assert self.last in (None, bits(self.net)), "on from the training weights"
+            return self.net(batch).square().mean()
+
+        def on_train_batch_end(self, outputs, batch, index):
+            self.steps.append({name: wide(p) for name, p in self.named_parameters()})
+            self.last = bits(self.net)
+
+        def validation_step(self, batch, index):
+            self.net(batch)
+            seen = {name: wide(p) for name, p in self.named_parameters()}
+            self.validated[self.trainer.global_step] = seen
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+    return Net()
+
+
+def fit(lightning, net, rule, epochs: int, path=None, resume=None):
+    """Train; save a checkpoint to `path` after the last epoch."""
+    from lightning.pytorch.callbacks import Callback, WeightAveraging
+
+    class Saver(Callback):
+        def on_train_epoch_end(self, trainer, module):
+            if path and trainer.current_epoch == epochs - 1:
+                trainer.save_checkpoint(path)
+
+    random = torch.Generator().manual_seed(0)
+    batches = [torch.rand(6, 3, generator=random) for _ in range(7)]
+    averaging = WeightAveraging(rule=rule)
+    trainer = lightning.Trainer(
+        max_epochs=epochs,
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        callbacks=[averaging, Saver()],
+    )
+    loaders = (DataLoader(part, batch_size=None) for part in (batches, batches[:1]))
+    trainer.fit(net, *loaders, ckpt_path=resume)
+    return averaging._average_model
+
+
+def average_of(steps, rule):
+    alpha = dense(rule, [len(steps)])[len(steps)]
+    return {name: np.tensordot(alpha, np.array([x[name] for x in steps]), 1) for name in steps[0]}
+
+
+def assert_near(got, expected):
+    assert got.keys() >= expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_allclose(got[name], values, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's own: workers of loaders, rich, checkpoints
+@pytest.mark.parametrize("rule", [AnytimeWindow(0.5), Exponential(10)], ids=short)
+def test_lightnings_callback_trains_validates_saves_and_resumes(lightning, rule, tmp_path):
+    whole = lightning_net(lightning)
+    averaged = fit(lightning, whole, rule, epochs=4)
+    assert len(whole.steps) == averaged.n_averaged == 28
+    assert [step for step in whole.validated if step] == [7, 14, 21, 28]
+    for step, seen in whole.validated.items():
+        if step:  # before the first, a check that validation runs
+            assert_near(seen, average_of(whole.steps[:step], rule))
+    final = {name: wide(p) for name, p in whole.named_parameters()}
+    assert_near(final, average_of(whole.steps, rule))
+
+    path = tmp_path / "half.ckpt"
+    half = lightning_net(lightning)
+    fit(lightning, half, rule, epochs=2, path=path)
+    checkpoint = torch.load(path, weights_only=True)
+    assert set(checkpoint["averaging_state"]) == {"n_averaged", "_extra_state"}
+    assert checkpoint["averaging_state"]["n_averaged"] == 14
+    kept = {name: wide(x) for name, x in checkpoint["state_dict"].items()}
+    assert_near(kept, average_of(half.steps, rule))
+    current = {name: wide(x) for name, x in checkpoint["current_model_state"].items()}
+    for name, values in half.steps[-1].items():
+        np.testing.assert_array_equal(current[name], values)
+
+    resumed = lightning_net(lightning, seed=9)
+    averaged = fit(lightning, resumed, rule, epochs=4, resume=path)
+    assert (len(resumed.steps), averaged.n_averaged) == (14, 28)
+    for name, values in whole.steps[-1].items():
+        np.testing.assert_array_equal(resumed.steps[-1][name], values)
+    assert bits(named(resumed)) == bits(named(whole))
