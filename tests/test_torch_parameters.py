@@ -4,8 +4,7 @@ import copy
 import io
 import math
 import os
-import subprocess
-import sys
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +36,7 @@ from torch_models import (
     assert_averages,
     bits,
     dense,
+    exit_code,
     flat_tensors,
     named,
     odd_batch,
@@ -113,7 +113,7 @@ def test_updates_give_the_averages_of_the_model(rule):
     assert snapshot(average.state_dict()) == snapshot(unread.state_dict())
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(kept_rules, st.lists(st.integers(1, 350), max_size=3, unique=True).map(sorted), st.data())
 def test_any_rule_resumed_at_any_step_follows_the_reference(rule, stops, data):
     tensors, history = {"w": torch.zeros(2), "b": torch.zeros((), dtype=torch.float64)}, History()
@@ -204,8 +204,8 @@ def test_accumulators_are_as_wide_as_asked_and_as_the_parameter(dtype):
 
 @pytest.mark.parametrize("rule", [AnytimeWindow(250_000), Exponential(250_000)], ids=short)
 def test_a_window_of_250_000_in_float32_stays_near_the_truth(rule):
-    """As far as 30 percent past the window: a turn lies there, and a thousand folds."""
-    steps, random = 325_000, np.random.default_rng(0)
+    """A thousand folds, two turns."""
+    steps, random = 260_000, np.random.default_rng(0)
     xs = (1 + random.random((steps, 4))).astype(np.float32)
     weight = torch.zeros(4)
     average, rows = ParameterAverage({"w": weight}, rule), torch.from_numpy(xs)
@@ -253,25 +253,24 @@ def test_averages_of_bfloat16_move_where_those_of_torch_stand_still():
             assert (model.weight > 1.0).all()
 
 
-def test_nan_and_infinity_leave_with_their_block():
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    "rule", [AnytimeWindow(10), AnytimeWindow(0.25), RawTail(5, 60)], ids=short
+)
+def test_nan_and_infinity_leave_with_their_block(rule, bad):
     """A weight of 0 times NaN is NaN, so what is no longer needed must not be touched."""
-    for rule, clean_after in ((AnytimeWindow(10, 3), 20), (AnytimeWindow(0.25), None)):
-        for bad in (math.nan, math.inf):
-            weight = torch.ones(3)
-            average = ParameterAverage({"w": weight}, rule)
-            for t in range(1, 401):
-                weight.fill_(1.0)
-                if t == 30:
-                    weight[1] = bad
-                average.update()
-                got = average.averaged_state_dict()["w"]
-                alpha = dense(rule, [t])[t]
-                assert got[0] == got[2] == 1.0
-                holds = t >= 30 and alpha[29] > 0
-                assert bool(torch.isfinite(got[1])) is not holds, (rule, t)
-                if clean_after and t > 30 + clean_after:
-                    assert got[1] == 1.0
-            assert all(torch.isfinite(x).all() for x in average.state_dict()["blocks"][-1].values())
+    weight = torch.ones(3)
+    average, alphas = ParameterAverage({"w": weight}, rule), dense(rule, range(1, 151))
+    for t, alpha in alphas.items():
+        weight.fill_(1.0)
+        if t == 30:
+            weight[1] = bad
+        average.update()
+        got = average.averaged_state_dict()["w"]
+        torch.testing.assert_close(got[::2], torch.ones(2))
+        holds = t >= 30 and alpha[29] > 0
+        assert bool(torch.isfinite(got[1])) is not holds, t
+    torch.testing.assert_close(got, torch.ones(3))
 
 
 def test_values_that_only_fit_in_sums_of_many_do_not_overflow():
@@ -447,8 +446,11 @@ def test_tensors_may_come_as_pairs_or_as_a_mapping_and_tied_ones_twice():
             assert shared.tolist() == [2.0, 2.0]
         assert shared.tolist() == [3.0, 3.0]
         shared.fill_(1.0)
-    with pytest.raises(ValueError, match=r"\ba\b"):
-        ParameterAverage([("a", torch.ones(2)), ("a", torch.zeros(2))], 10)
+
+
+def test_a_name_that_comes_twice_is_an_error():
+    with pytest.raises(ValueError, match=r"\bweight\b"):
+        ParameterAverage([("weight", torch.ones(2)), ("weight", torch.zeros(2))], 10)
 
 
 def test_parameters_of_a_module_come_as_named_pairs_too():
@@ -468,7 +470,7 @@ def test_parameters_of_a_module_come_as_named_pairs_too():
 
 
 def test_nothing_to_average_and_nothing_but_empty_tensors():
-    with pytest.raises(ValueError, match="parameter"):
+    with pytest.raises(ValueError, match="at least one"):
         ParameterAverage(nn.Sequential(nn.Tanh()), 10)
     average = ParameterAverage({"none": torch.zeros(0, 3)}, 10)
     for _ in range(20):
@@ -781,10 +783,14 @@ def test_whatever_is_raised_inside_the_training_weights_come_back(error):
     average.update()
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_an_error_while_swapping_in_leaves_the_training_weights(error):
+@pytest.mark.parametrize(
+    ("error", "make"),
+    [(RuntimeError, small), (KeyboardInterrupt, Odd)],
+    ids=["out of memory", "^C"],
+)
+def test_an_error_while_swapping_in_leaves_the_training_weights(error, make):
     """Stopped at each operation on tensors in turn, until a swap comes through whole."""
-    model = Odd()
+    model = make()
     average, _, _ = walked(model, AnytimeWindow(10, 4), 35)
     before = bits(model)
     for n in range(1, 2000):
@@ -1131,64 +1137,48 @@ def test_a_state_that_does_not_fit_is_refused_by_name_and_changes_nothing():
         assert average.count == 33, case
 
 
-def test_a_state_of_other_accumulators_loads_into_them():
+def test_a_state_of_other_accumulators_is_refused():
     for first, second in ((torch.float32, torch.float64), (torch.float64, torch.float32)):
-        model = small()
-        average, _, _ = walked(model, 10, 33, dtype=first)
-        other = ParameterAverage(model, 10, dtype=second)
-        other.load_state_dict(saved(average.state_dict()))
-        torch.testing.assert_close(
-            other.averaged_state_dict(), average.averaged_state_dict(), rtol=1e-6, atol=1e-6
-        )
+        average, _, _ = walked(small(), 10, 33, dtype=first)
+        other = ParameterAverage(small(), 10, dtype=second)
+        with pytest.raises(ValueError, match="float64"):
+            other.load_state_dict(saved(average.state_dict()))
+        assert other.count == 0
 
 
-RESUMED = """
-import os, sys, torch
-from tailavg.torch import ParameterAverage
-from torch_models import Odd, odd_batch, bits
-path, steps, kill = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "kill"
-model = Odd(compiled=False)
-optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.01)
-average = ParameterAverage(model, 0.3, update_every=2)
-first = 0
-if os.path.exists(path):
-    saved = torch.load(path, weights_only=True)
-    model.load_state_dict(saved["model"])
-    optimizer.load_state_dict(saved["optimizer"])
-    average.load_state_dict(saved["average"])
-    first = saved["step"]
-average.attach(optimizer)
-torch.set_num_threads(1)
-for step in range(first, steps):
-    optimizer.zero_grad()
-    model.loss(step).backward()
-    optimizer.step()
-    if step % 31 == 30:
-        state = {"step": step + 1, "model": model.state_dict(),
-                 "optimizer": optimizer.state_dict(), "average": average.state_dict()}
-        torch.save(state, path + ".new")
-        os.replace(path + ".new", path)
-    if kill and step == steps - 1:
-        os.kill(os.getpid(), 9)
-torch.save(average.averaged_state_dict(), path + ".averaged")
-"""
+def training_run(path, steps, killed):
+    """Train and average, saving all there is at times; go on from what is saved."""
+    model = Odd(compiled=False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.Adam(trained, lr=0.01)
+    average, first = ParameterAverage(model, 0.3, update_every=2), 0
+    if path.exists():
+        state = torch.load(path, weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        average.load_state_dict(state["average"])
+        first = state["step"]
+    average.attach(optimizer)
+    for step in range(first, steps):
+        optimizer.zero_grad()
+        model.loss(step).backward()
+        optimizer.step()
+        if step % 31 == 30:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            state |= {"average": average.state_dict(), "step": step + 1}
+            torch.save(state, path.with_suffix(".new"))
+            path.with_suffix(".new").replace(path)
+    if killed:
+        os.kill(os.getpid(), signal.SIGKILL)
+    average.save_averaged(path.with_suffix(".safetensors"))
 
 
 def test_a_run_that_is_killed_and_resumed_ends_as_one_that_never_stopped(tmp_path):
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
-
-    def run(name, steps, end="finish"):
-        command = [sys.executable, "-c", RESUMED, str(tmp_path / name), str(steps), end]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-
-    for steps, end, code in ((75, "kill", -9), (130, "finish", 0)):
-        done = run("resumed", steps, end)
-        assert done.returncode == code, done.stderr
-    done = run("whole", 130)
-    assert done.returncode == 0, done.stderr
+    for name, steps, killed in (("a", 75, True), ("a", 130, False), ("b", 130, False)):
+        path = tmp_path / f"{name}.pt"
+        assert exit_code(training_run, path, steps, killed) == (-signal.SIGKILL if killed else 0)
     resumed, whole = (
-        torch.load(tmp_path / f"{name}.averaged", weights_only=True)
-        for name in ("resumed", "whole")
+        safetensors.torch.load_file(tmp_path / f"{name}.safetensors") for name in "ab"
     )
     assert bits(resumed) == bits(whole)
 
@@ -1308,11 +1298,6 @@ def with_new_parameter(model):
     model[2].gain = nn.Parameter(torch.ones(2))
 
 
-def renamed(model):
-    model.add_module("last", model[3])
-    del model[3]
-
-
 @pytest.mark.parametrize(
     ("change", "name"),
     [
@@ -1321,14 +1306,14 @@ def renamed(model):
         (shorter, "3.weight"),
         (without_bias, "0.bias"),
         (with_new_parameter, "2.gain"),
-        (renamed, "last.weight|3.weight"),
-        (parametrized, "0.parametrizations"),
+        (parametrized, "0.weight|0.parametrizations"),
     ],
 )
 def test_parameters_that_changed_shape_appeared_or_vanished_raise_by_name(change, name):
     model = small()
     average, _, _ = walked(model, 10, 25)
-    state = snapshot(average.state_dict())
+    live = average.state_dict()
+    state = snapshot(live)
     change(model)
     before = bits(model)
     for call in (average.update, lambda: average.average_parameters().__enter__(), average.copy_to):
@@ -1336,9 +1321,7 @@ def test_parameters_that_changed_shape_appeared_or_vanished_raise_by_name(change
             call()
         assert bits(model) == before
         assert average.count == 25
-    fresh = ParameterAverage(model, 10)
-    assert fresh.count == 0
-    assert snapshot(average.state_dict()) == state
+        assert snapshot(live) == state
 
 
 def test_a_change_that_is_undone_is_forgiven():
@@ -1426,6 +1409,62 @@ def test_a_tie_that_is_broken_or_made_is_noticed_or_refused():
     with pytest.raises(ValueError, match=r"head\.weight|embed\.weight"):
         average.update()
     assert average.count == 5
+
+
+MOVES = {
+    "double": lambda model: model.double(),
+    "new data": lambda model: [setattr(p, "data", p.data.clone()) for p in model.parameters()],
+    "assigned": lambda model: model.load_state_dict(
+        {name: x.clone() for name, x in model.state_dict().items()}, assign=True
+    ),
+    "channels_last": lambda model: model.to(memory_format=torch.channels_last),
+}
+
+
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
+def test_a_model_that_is_moved_or_converted_inside_a_swap_gets_its_weights_back(move):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 3))
+    average, walk, history = walked(model, 10, 25)
+    before = {name: wide(x) for name, x in model.state_dict().items()}
+    with average.average_parameters():
+        move(model)
+        assert_averages(named(model), history.average(average.rule), torch.float32)
+    after = {name: wide(x) for name, x in model.state_dict().items()}
+    for name, values in before.items():
+        np.testing.assert_array_equal(after[name], values, err_msg=name)
+    walk.step()
+    average.update()
+    history.record()
+    assert_averages(average.averaged_state_dict(), history.average(average.rule), torch.float32)
+
+
+def test_what_changes_its_shape_inside_a_swap_comes_back_too():
+    def grown(model):
+        model.cache = torch.ones(9)
+
+    def resized(model):
+        model.cache.resize_(9)
+
+    def dropped(model):
+        model.cache = None
+
+    def unbiased(model):
+        model.module.bias = None
+
+    def reshaped(model):
+        model.module.bias = nn.Parameter(torch.zeros(3))
+
+    for change in (grown, resized, dropped, unbiased, reshaped):
+        model = Odd()
+        average, _, _ = walked(model, 10, 25)
+        before = bits(model)
+        with average.average_parameters():
+            change(model)
+        assert bits(model) == before, change.__name__
+        with pytest.raises(RuntimeError, match="store"):
+            average.restore()
+        average.update()
+        assert average.count == 26
 
 
 def test_a_parameter_replaced_inside_a_swap_does_not_spoil_the_others():
@@ -1594,6 +1633,44 @@ def test_a_saved_file_is_whole_or_not_there(tmp_path, monkeypatch):
     assert set(kinds.values()) == {torch.bfloat16}
     with pytest.raises(FileNotFoundError):
         average.save_averaged(tmp_path / "no such folder" / "averaged.safetensors")
+
+
+def test_a_file_has_tied_and_transposed_tensors_too(tmp_path):
+    model = nn.Sequential(nn.Conv2d(3, 3, 3), nn.Conv2d(3, 3, 3), nn.Linear(2, 2, bias=False))
+    model[1].weight = model[0].weight
+    model.to(memory_format=torch.channels_last)
+    model[2].weight = nn.Parameter(torch.rand(2, 2).t())
+    average, _, history = walked(model, 10, 25)
+    average.save_averaged(tmp_path / "averaged.safetensors")
+    on_disk = safetensors.torch.load_file(tmp_path / "averaged.safetensors")
+    assert set(on_disk) == set(model.state_dict())
+    assert_averages(on_disk, history.average(average.rule))
+
+
+def test_a_state_dict_that_hands_out_other_tensors_is_averaged_all_the_same():
+    """Hooks that detach, rename or add: what is exported is the average, by any name."""
+    model = small()
+    average, _, history = walked(model, 10, 25)
+    expected = history.average(average.rule)
+    handle = model._register_state_dict_hook(detached)
+    assert_averages(average.averaged_state_dict(), expected)
+    handle.remove()
+    model.register_module("extra", WithExtraState())
+    got = average.averaged_state_dict()
+    assert got["extra._extra_state"] == {"seen": 3}
+    assert_averages(got, expected)
+
+
+def detached(module, state, prefix, metadata):
+    return {name: tensor.detach() for name, tensor in state.items()}
+
+
+class WithExtraState(nn.Module):
+    def get_extra_state(self):
+        return {"seen": 3}
+
+    def set_extra_state(self, state):
+        pass
 
 
 class Pretrained(nn.Module):

@@ -27,7 +27,7 @@ _SMALL = (
     8192  # elements: below this a call costs more than the addition, so they are added together
 )
 _BATCH = 32767  # elements: up to here torch.cat is one loop
-_PART = 1 << 17  # elements that are worked on at a time: they stay in the cache
+_PART = 1 << 19  # elements that are worked on at a time: they stay in the cache
 _PART_ELSEWHERE = 1 << 22  # on an accelerator, where a call costs more
 
 
@@ -39,8 +39,15 @@ class _Piece(NamedTuple):
     shape: torch.Size
     stride: tuple[int, ...]
 
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    def shaped(self, flat: Tensor) -> Tensor:
+        return flat.as_strided(self.shape, self.stride)
+
     def of(self, flat: Tensor) -> Tensor:
-        return flat[self.start : self.stop].as_strided(self.shape, self.stride)
+        return self.shaped(flat[self.start : self.stop])
 
 
 class _Plan(NamedTuple):
@@ -105,9 +112,9 @@ class Accumulators:
         clock.tick()
 
     def read(
-        self, into: Mapping[str, Tensor], before: Callable[[Tensor], None] | None = None
+        self, into: Mapping[str, Tensor], before: Callable[[list[Tensor]], None] | None = None
     ) -> None:
-        """Write the average into tensors; each part of one is first handed to `before`."""
+        """Write the average into tensors; what is overwritten next is first handed to `before`."""
         terms = self.clock.terms()
         for group in self._groups:
             group.read(terms, into, before)
@@ -202,12 +209,14 @@ class _Group:
         self.device, self.dtype = device, dtype
         self.pieces: dict[str, _Piece] = {}
         self._part = _PART if device.type == "cpu" else _PART_ELSEWHERE
-        self._batches: list[list[str]] = [[]]
+        self._batches: list[list[str]] = [[]]  # small tensors, side by side
+        self._large: list[str] = []
         start = used = 0
         for name, tensor in sorted(tensors.items(), key=lambda item: item[1].numel() > _SMALL):
             size = tensor.numel()
             if size > _SMALL:
                 start += -start % _LINE
+                self._large.append(name)
             else:
                 if used + size > _BATCH:
                     self._batches.append([])
@@ -225,6 +234,10 @@ class _Group:
         stage = max(_BATCH, min(start, self._part))
         self._stage = empty(stage, dtype, device, pinned=pinned)
         self._plan = _Plan(([], []), [], [], [], None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copied and pickled without the tensors of the model."""
+        return self.__dict__ | {"_plan": _Plan(([], []), [], [], [], None)}
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
         """A flat tensor as the tensors it is made of."""
@@ -270,7 +283,7 @@ class _Group:
         if _is_dense(tensor) and _order(tensor.shape, tensor.stride()) == _order(
             piece.shape, piece.stride
         ):
-            return tensor.as_strided((piece.stop - piece.start,), (1,))
+            return tensor.as_strided((piece.size,), (1,))
         return tensor
 
     def _fits(self, flat: Tensor) -> bool:
@@ -324,30 +337,44 @@ class _Group:
         self,
         terms: Sequence[tuple[float, int]],
         into: Mapping[str, Tensor],
-        before: Callable[[Tensor], None] | None,
+        before: Callable[[list[Tensor]], None] | None,
     ) -> None:
         """Write the average into tensors; see `Accumulators.read`."""
         flats = [
             (weight, self.sum if block == SUM else self.means[block]) for weight, block in terms
         ]
-        for name, piece in self.pieces.items():
-            target = self._flat(name, into[name])
+
+        def average(start: int, stop: int, out: Tensor) -> Tensor:
+            return _combine([(weight, flat[start:stop]) for weight, flat in flats], out)
+
+        for batch in self._batches:
+            if batch:
+                targets = [self._flat(name, into[name]) for name in batch]
+                if before:
+                    before(targets)
+                start, stop = self.pieces[batch[0]].start, self.pieces[batch[-1]].stop
+                stage = average(start, stop, self._stage[: stop - start])
+                averages = stage.split([self.pieces[name].size for name in batch])  # type: ignore[no-untyped-call]
+                for name, target, values in zip(batch, targets, averages, strict=True):
+                    target.copy_(values if target.dim() == 1 else self.pieces[name].shaped(values))
+        for name in self._large:
+            target, piece = self._flat(name, into[name]), self.pieces[name]
             if target.dim() != 1:
                 if before:
-                    before(target)
-                average = empty(piece.stop - piece.start, self.dtype, self.device)
-                _combine([(w, flat[piece.start : piece.stop]) for w, flat in flats], average)
-                target.copy_(average.as_strided(piece.shape, piece.stride))
+                    before([target])
+                room = empty(piece.size, self.dtype, self.device)
+                target.copy_(piece.shaped(average(piece.start, piece.stop, room)))
                 continue
-            sources = [_split(flat[piece.start : piece.stop], self._part) for _, flat in flats]
-            for part, *parts in zip(_split(target, self._part), *sources, strict=True):
+            start = piece.start
+            for part in _split(target, self._part):
                 if before:
-                    before(part)
-                weighted = [(weight, x) for (weight, _), x in zip(flats, parts, strict=True)]
+                    before([part])
+                stop = start + len(part)
                 if self._fits(part):
-                    _combine(weighted, part)
+                    average(start, stop, part)
                 else:
-                    part.copy_(_combine(weighted, self._stage[: len(part)]))
+                    part.copy_(average(start, stop, self._stage[: len(part)]))
+                start = stop
 
     def _parts(self, *flats: Tensor) -> Iterator[tuple[Tensor, ...]]:
         return zip(

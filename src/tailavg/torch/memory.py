@@ -1,62 +1,114 @@
-"""Memory for accumulators and for what is put aside during a swap."""
+"""Memory for accumulators, and for what is put aside during a swap."""
 
 from __future__ import annotations
 
 import math
+import mmap
 
-import numpy as np
 import torch
 from torch import Tensor
 
 __all__ = ["Aside", "empty"]
 
-_LINE = 64  # bytes; accumulators start on a cache line
+_LINE = 64  # bytes: a cache line
 
 
 def empty(size: int, dtype: torch.dtype, device: torch.device, *, pinned: bool = False) -> Tensor:
     """A flat tensor, uninitialised.
 
-    In main memory it comes from NumPy, which asks for huge pages: on Linux the first write to
-    100 MB of new memory is then several times faster.
+    In main memory its pages are huge ones where the system has them: the first write to 100 MB of
+    new memory is then several times faster.
     """
     if device.type != "cpu" or pinned:
         return torch.empty(size, dtype=dtype, device=device, pin_memory=pinned)
-    room = torch.from_numpy(np.empty(size * dtype.itemsize + _LINE, np.uint8))
-    start = -room.data_ptr() % _LINE
-    return room[start : start + size * dtype.itemsize].view(dtype)
+    return torch.frombuffer(_pages(size * dtype.itemsize), dtype=torch.uint8).view(dtype)[:size]
+
+
+def _pages(size: int) -> mmap.mmap:
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return mmap.mmap(-1, _whole(size))
+    pages = mmap.mmap(-1, _whole(size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages
+
+
+def _whole(size: int, unit: int = mmap.PAGESIZE) -> int:
+    """A size in bytes, rounded up to at least one unit."""
+    return max(1, math.ceil(size / unit)) * unit
 
 
 class Aside:
-    """Copies of tensors, or of parts of them, and the way back."""
+    """Copies of tensors, or of parts of them, and the way back.
 
-    def __init__(self, tensors: list[Tensor], device: torch.device | None) -> None:
+    When nothing is kept the system may take the memory back (MADV_FREE). If it did not need to by
+    the next time, no page has to be cleared again, which costs more than the copies themselves.
+    """
+
+    def __init__(self) -> None:
+        self.holds = False
+        self._pages: mmap.mmap | None = None
+        self._clear()
+
+    def _clear(self) -> None:
+        self._rooms: dict[torch.device, Tensor] = {}
+        self._used: dict[torch.device, int] = {}
+        self._kept: list[tuple[Tensor, Tensor]] = []
+
+    def open(self, tensors: list[Tensor], device: torch.device | None) -> None:
+        """Make room for all of these tensors, on a device or by default where they are."""
         sizes: dict[torch.device, int] = {}
         for tensor in tensors:
             place = device or tensor.device
-            sizes[place] = sizes.get(place, 0) + _padded(tensor.numel() * tensor.itemsize)
-        self._rooms = {place: empty(size, torch.uint8, place) for place, size in sizes.items()}
-        self._used = dict.fromkeys(self._rooms, 0)
+            sizes[place] = sizes.get(place, 0) + _whole(tensor.numel() * tensor.itemsize, _LINE)
         self._device = device
-        self._kept: list[tuple[Tensor, Tensor]] = []
+        for place, size in sizes.items():
+            pinned = place.type == "cpu" and any(t.device.type != "cpu" for t in tensors)
+            if place.type != "cpu" or pinned:
+                self._rooms[place] = empty(size, torch.uint8, place, pinned=pinned)
+                continue
+            if self._pages is None or len(self._pages) < size:
+                self._pages = _pages(size)
+            self._rooms[place] = torch.frombuffer(self._pages, dtype=torch.uint8)
+        self._used = dict.fromkeys(self._rooms, 0)
+        self.holds = True
 
-    def keep(self, tensor: Tensor) -> None:
-        """Put a copy aside: a tensor, or its parts one by one, all but the last of whole lines.
+    def keep(self, tensors: list[Tensor]) -> None:
+        """Copy tensors, whole or part by part, all parts but the last of whole lines.
 
         Only what was copied to its end is ever put back.
         """
-        place = self._device or tensor.device
-        size = tensor.numel() * tensor.itemsize
-        start = self._used[place]
-        room = self._rooms[place][start : start + size].view(tensor.dtype).view(tensor.shape)
-        room.copy_(tensor)
-        self._used[place] = start + _padded(size)
-        self._kept.append((tensor, room))
+        if len({(tensor.dtype, tensor.device, tensor.dim() == 1) for tensor in tensors}) > 1:
+            for tensor in tensors:
+                self.keep([tensor])
+            return
+        place, dtype = self._device or tensors[0].device, tensors[0].dtype
+        sizes = [tensor.numel() for tensor in tensors]
+        start, size = self._used[place], sum(sizes) * dtype.itemsize
+        room = self._rooms[place][start : start + size].view(dtype)
+        parts: tuple[Tensor, ...] = room.split(sizes)  # type: ignore[no-untyped-call]
+        if len(tensors) > 1 and tensors[0].dim() == 1:
+            torch.cat(tensors, out=room)
+        else:
+            parts = tuple(part.view(t.shape) for part, t in zip(parts, tensors, strict=True))
+            torch._foreach_copy_(parts, tensors)
+        self._used[place] += _whole(size, _LINE)
+        self._kept += zip(tensors, parts, strict=True)
 
     def put_back(self) -> None:
         """Give every tensor back what it held."""
         for tensor, room in self._kept:
             tensor.copy_(room)
 
+    def close(self) -> None:
+        """Forget the copies."""
+        self._clear()
+        self.holds = False
+        if self._pages is not None and hasattr(mmap, "MADV_FREE"):
+            self._pages.madvise(mmap.MADV_FREE)
+        else:
+            self._pages = None
 
-def _padded(size: int) -> int:
-    return math.ceil(size / _LINE) * _LINE
+    def __getstate__(self) -> dict[str, object]:
+        """Copied and pickled without the room, unless it holds something."""
+        return self.__dict__ | ({} if self.holds else {"_pages": None})

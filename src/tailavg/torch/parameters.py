@@ -92,8 +92,9 @@ class ParameterAverage:
         }
         self._tracking = Tracking(model, **self._options)
         self._accumulators = Accumulators(self._rule, self._tracking.locals, dtype, device)
-        self._aside: Aside | None = None
-        self._swapped: dict[str, Tensor] = {}
+        self._aside = Aside()
+        self._swapped: list[tuple[Tensor, Tensor]] = []  # tensors, and the memory they had
+        self._slots: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._handle: RemovableHandle | None = None
 
     def update(self) -> None:
@@ -134,8 +135,14 @@ class ParameterAverage:
                 "attach: expected an average that is not attached yet, got one that is; call "
                 "remove() of the handle first, or every step would count twice"
             )
-        self._handle = optimizer.register_step_post_hook(lambda *_: self.update())
+        self._handle = optimizer.register_step_post_hook(self._after_step)
         return self._handle
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        # a scaler lets a fused optimizer find out for itself that it has to skip the step
+        skipped = getattr(optimizer, "found_inf", None)
+        if skipped is None or not skipped.item():
+            self.update()
 
     @property
     def rule(self) -> Rule:
@@ -193,7 +200,7 @@ class ParameterAverage:
 
     def restore(self) -> None:
         """Give the model back what `store` put aside."""
-        if self._aside is None:
+        if not self._aside.holds:
             raise RuntimeError("restore: expected a store() before it, got none")
         self._put_back()
 
@@ -201,30 +208,37 @@ class ParameterAverage:
     def _put_aside(self, *, read: bool) -> None:
         self._look_again()
         tracking = self._tracking
-        self._swapped = dict(tracking.locals)
+        tensors = dict(tracking.averaged)
         if self._options["buffers"] != "skip":
-            self._swapped |= {name: local(tensor) for name, tensor in tracking.buffers.items()}
-        aside = Aside(list(self._swapped.values()), self._accumulators.device)
-        self._aside = aside
-        for name, tensor in self._swapped.items():
-            if not (read and name in tracking.locals):
-                aside.keep(tensor)
+            tensors |= tracking.buffers
+        self._slots = tracking.slots()
+        self._swapped = [(tensor, local(tensor).detach()) for tensor in tensors.values()]
+        aside = self._aside
+        aside.open([memory for _, memory in self._swapped], self._accumulators.device)
+        for name, (_, memory) in zip(tensors, self._swapped, strict=True):
+            if not (read and name in tracking.averaged):
+                aside.keep([memory])
         if read:
             self._accumulators.read(tracking.locals, before=aside.keep)
 
     @outside_autograd
     def _put_back(self) -> None:
-        if self._aside is None:  # nothing was touched
+        if not self._aside.holds:  # nothing was touched
             return
         self._aside.put_back()
-        if self._look_again():
-            # tensors were replaced in between: their successors get what they held
-            tracking = self._tracking
-            for name, tensor in (tracking.averaged | tracking.buffers).items():
-                if name in self._swapped and local(tensor) is not self._swapped[name]:
-                    local(tensor).copy_(self._swapped[name])
-        self._aside = None
-        self._swapped = {}
+        self._tracking.reshard()
+        for slots, held in self._slots:
+            for name, tensor in held.items():
+                if slots.get(name) is not tensor:  # it was replaced in between
+                    slots[name] = tensor
+        for tensor, memory in self._swapped:
+            now = local(tensor)
+            if now.shape != memory.shape:
+                now.data = memory
+            elif now.data_ptr() != memory.data_ptr() or now.stride() != memory.stride():
+                now.copy_(memory)  # it moved, to another device or dtype, and stays there
+        self._swapped, self._slots = [], []
+        self._aside.close()
 
     @outside_autograd
     def copy_to(self, model: Source | None = None) -> None:
@@ -277,15 +291,15 @@ class ParameterAverage:
             id(tensor): sharded_like(averages[name], tensor)
             for name, tensor in tracking.averaged.items()
         }
-        if tracking.module is None:
-            state: dict[str, Any] = tracking.averaged | tracking.parameters
-        else:
-            state = tracking.module.state_dict(keep_vars=True)
+        state = tracking.state_dict()
         for key, value in state.items():
             if isinstance(value, Tensor):
-                if id(value) not in made:
-                    made[id(value)] = value.detach().to(kind(value), copy=True)
-                state[key] = made[id(value)]
+                # a hook may have handed out another tensor: then the name tells
+                tensor = tracking.averaged.get(tracking.aliases.get(key, ""), value)
+                tensor = value if id(value) in made else tensor
+                if id(tensor) not in made:
+                    made[id(tensor)] = value.detach().to(kind(value), copy=True)
+                state[key] = made[id(tensor)]
         return state
 
     def full_state_dict(self, dtype: torch.dtype | None = None) -> dict[str, Any]:
@@ -317,7 +331,8 @@ class ParameterAverage:
             # each key of a tied tensor has its own copy in the file
             again = value.untyped_storage().data_ptr() in stored
             stored.add(value.untyped_storage().data_ptr())
-            tensors[key] = value.clone() if again else value.contiguous()
+            value = value.contiguous()
+            tensors[key] = value.clone() if again else value
         if not sharded or torch.distributed.get_rank() == 0:
             with whole_file(path) as file:
                 save_file(tensors, file.name, metadata={"format": "pt"})
@@ -348,6 +363,7 @@ class ParameterAverage:
         self._accumulators.load(state, self._tracking, also=("calls",))
         self._calls = state["calls"] % self._every
 
+    @outside_autograd
     def to(self, device: torch.device | str | int) -> ParameterAverage:
         """Move the accumulators to a device."""
         self._require_training_weights("to")
@@ -374,7 +390,7 @@ class ParameterAverage:
             )
 
     def _require_training_weights(self, call: str) -> None:
-        if self._aside is not None:
+        if self._aside.holds:
             raise RuntimeError(
                 f"{call}: expected the model to have its own weights, got one whose weights are "
                 "put aside; leave average_parameters() or call restore() first"

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import chain
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import torch
@@ -31,7 +32,7 @@ Source = Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 Call = TypeVar("Call", bound=Callable[..., Any])
 
-_PLACE = (Tensor.data_ptr, Tensor.numel, Tensor.stride)  # where a tensor's elements are
+_PLACE = (Tensor.data_ptr, Tensor.stride, attrgetter("nbytes"))  # where its elements are
 
 
 def outside_autograd(call: Call) -> Call:
@@ -209,7 +210,7 @@ class Tracking:
         if self.module is not None:
             fsdp = sys.modules.get("torch.distributed.fsdp")
             for module in {id(module): module for _, module in _walk(self.module)}.values():
-                self._slots += [module._parameters, module._modules, module._buffers]
+                self._slots += [module._parameters, module._buffers, module._modules]
                 if fsdp is not None and isinstance(module, fsdp.FSDPModule):
                     self._fsdp.append(module)
         self._members = list(chain.from_iterable(map(dict.values, self._slots)))  # held: ids last
@@ -243,15 +244,30 @@ class Tracking:
         self._adopt(seen)
         return True
 
+    def state_dict(self) -> dict[str, Any]:
+        """That of the model, with its very tensors."""
+        if self.module is None:
+            return dict(self._given)
+        state: dict[str, Any] = self.module.state_dict(keep_vars=True)
+        return state
+
+    def slots(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Where modules hold their parameters and buffers, and what they hold there now."""
+        of_tensors = [slots for i, slots in enumerate(self._slots) if i % 3 < 2]
+        return [(slots, dict(slots)) for slots in of_tensors]
+
     def of(self, model: Source, options: Mapping[str, Any]) -> Tracking:
-        """Another model's tensors under the names of this one's; raise by name if they differ."""
+        """Another model's tensors under the names of this one's; raise by name if they differ.
+
+        If this one was made of names and tensors, only those names count.
+        """
         other = Tracking(model, **options)
         for attribute in ("averaged", "parameters", "buffers"):
             mine, its = getattr(self, attribute), getattr(other, attribute)
             found = {
                 self.aliases.get(alias, alias): its[name]
                 for alias, name in other.aliases.items()
-                if name in its
+                if name in its and (self.module is not None or alias in self.aliases)
             }
             check_names("model", {name: _shapes(tensor) for name, tensor in mine.items()}, found)
             setattr(other, attribute, found)
