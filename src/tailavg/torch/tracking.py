@@ -42,19 +42,25 @@ def outside_autograd(call: Call) -> Call:
 
 def unwrap(model: Module) -> Module:
     """The module inside the wrappers of DDP, DataParallel and torch.compile."""
+    compiled = _imported("torch._dynamo", "OptimizedModule")
     while True:
         if isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
             model = model.module
-        elif isinstance(model, torch._dynamo.OptimizedModule):
-            model = model._orig_mod
+        elif isinstance(model, compiled):
+            inside: Any = model
+            model = inside._orig_mod
         else:
             return model
 
 
+def _imported(module: str, name: str) -> Any:
+    """A class to compare with, if its module was imported: who has not, has no instance of it."""
+    return getattr(sys.modules.get(module), name, ())
+
+
 def is_sharded(tensor: Any) -> bool:
-    """Whether it is a DTensor. Nobody has one who has not imported their module."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    """Whether it is a DTensor."""
+    return isinstance(tensor, _imported("torch.distributed.tensor", "DTensor"))
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -208,10 +214,10 @@ class Tracking:
         self._slots: list[dict[str, Any]] = []
         self._fsdp = []
         if self.module is not None:
-            fsdp = sys.modules.get("torch.distributed.fsdp")
+            fsdp = _imported("torch.distributed.fsdp", "FSDPModule")
             for module in {id(module): module for _, module in _walk(self.module)}.values():
                 self._slots += [module._parameters, module._buffers, module._modules]
-                if fsdp is not None and isinstance(module, fsdp.FSDPModule):
+                if isinstance(module, fsdp):
                     self._fsdp.append(module)
         self._members = list(chain.from_iterable(map(dict.values, self._slots)))  # held: ids last
         self._ids = list(map(id, self._members))
