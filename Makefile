@@ -27,6 +27,7 @@ figures: $(STAMPS)/plot  ## draw the figures of the documentation anew
 bench: $(STAMPS)/bench
 	$(BIN)/python benchmarks/core.py
 	$(BIN)/python benchmarks/stream.py
+	$(BIN)/python benchmarks/parameters.py
 
 clean:
 	rm -rf .venv site

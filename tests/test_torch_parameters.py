@@ -282,6 +282,52 @@ def test_values_that_only_fit_in_sums_of_many_do_not_overflow():
         torch.testing.assert_close(average.averaged_state_dict()["w"], weight)
 
 
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "transposed": lambda x: x.view(-1, 1 if x.numel() % 3 else 3).t(),
+    "every other": lambda x: x.repeat_interleave(2)[::2],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("rule", [AnytimeWindow(280), Exponential(280)], ids=short)
+def test_tensors_of_any_size_and_many_of_them_are_averaged(rule, layout):
+    """Sizes around those at which tensors are handled in other ways; every element is looked at."""
+    steps, random = 300, torch.Generator().manual_seed(0)
+    sizes = [0, 1, 8191, 8192, 8193, 32767, 32768, 131071, 131072, 131073, 262147]
+    sizes += torch.randint(1, 300, (400,), generator=random).tolist()
+    kinds = [torch.float32, torch.bfloat16, torch.float64]
+    tensors = {
+        f"{i}": layout((1 + torch.rand(size, generator=random)).to(kinds[i % 3 if i > 10 else 0]))
+        for i, size in enumerate(sizes)
+    }
+    tensors["low"] = layout((1 + torch.rand(131073, generator=random)).to(torch.bfloat16))
+    bases = {name: tensor.clone() for name, tensor in tensors.items()}
+    average, factors = ParameterAverage(tensors, rule), np.zeros(steps)
+    for t in range(steps):
+        factors[t] = 2.0 ** (t % 3)  # exact in every type, so that one number tells the average
+        if t < 3:
+            scaled = {name: base * factors[t] for name, base in bases.items()}
+            parts = [(tensors[name], x) for name, x in scaled.items()]
+            cycle = [parts] if t == 0 else [*cycle, parts]
+        for tensor, values in cycle[t % 3]:
+            tensor.copy_(values)
+        average.update()
+    expected = dense(rule, [steps])[steps] @ factors
+    before = bits(tensors)
+    got = average.averaged_state_dict(dtype=torch.float32)
+    for name, base in bases.items():
+        np.testing.assert_allclose(wide(got[name]), expected * wide(base), rtol=1e-5, err_msg=name)
+    with average.average_parameters():
+        for name, tensor in tensors.items():
+            rtol = 1e-2 if tensor.dtype == torch.bfloat16 else 1e-5
+            np.testing.assert_allclose(wide(tensor), expected * wide(bases[name]), rtol=rtol)
+    assert bits(tensors) == before
+    resumed = ParameterAverage(tensors, rule)
+    resumed.load_state_dict(saved(average.state_dict()))
+    assert bits(resumed.averaged_state_dict()) == bits(average.averaged_state_dict())
+
+
 # Everything at once
 
 
@@ -527,6 +573,11 @@ def test_a_pattern_that_matches_nothing_is_an_error(option):
     for wrong in (3, [4]):
         with pytest.raises((TypeError, ValueError)):
             ParameterAverage(small(), 10, **{option: wrong})
+
+
+def test_parameters_without_a_shape_are_refused_by_name():
+    with pytest.raises(ValueError, match=r"0\.weight"):
+        ParameterAverage(nn.Sequential(nn.LazyLinear(3)), 10)
 
 
 def test_everything_excluded_is_an_error():
@@ -1002,6 +1053,19 @@ def test_a_copy_into_a_model_that_does_not_match_names_it_and_writes_nothing():
         assert bits(other) == before
 
 
+def test_a_copy_reaches_every_name_of_a_model_that_is_not_tied():
+    class Net(nn.Module):
+        def __init__(self, tied):
+            super().__init__()
+            self.a = nn.Linear(2, 2)
+            self.b = self.a if tied else nn.Linear(2, 2)
+
+    average, _, _ = walked(Net(tied=True), 10, 25)
+    other = Net(tied=False)
+    average.copy_to(other)
+    assert bits(other.state_dict()) == bits(average.averaged_state_dict())
+
+
 def test_a_copy_into_a_model_of_another_type_is_rounded_to_it():
     average, _, history = walked(small(), 10, 20)
     other = small(seed=2).to(torch.bfloat16)
@@ -1124,6 +1188,10 @@ def test_a_state_that_does_not_fit_is_refused_by_name_and_changes_nothing():
         "sizes that do not add up": (good | {"starts": [0, 1, 2]}, "start"),
         "a negative count": (good | {"count": -1}, "count|start"),
         "folded later than counted": (good | {"folded": 34}, "folded"),
+        "a tensor of another type": (
+            good | {"partial": {name: x.half() for name, x in good["partial"].items()}},
+            "float16",
+        ),
         "a name that is no tensor": (
             good | {"partial": good["partial"] | {"1.bias": 3}},
             r"1\.bias",

@@ -142,6 +142,8 @@ class Walk:
     def step(self) -> None:
         with torch.no_grad():
             for parameter in self.model.parameters():
+                if not (parameter.is_floating_point() or parameter.is_complex()):
+                    continue
                 kind = torch.float64 if parameter.dtype.itemsize == 8 else torch.float32
                 noise = torch.rand(parameter.shape, generator=self.random, dtype=kind)
                 parameter.copy_(1 + noise)
@@ -165,6 +167,7 @@ class Odd(nn.Module):
         self.spin = nn.Parameter(torch.rand(3, dtype=torch.complex64))
         self.empty = nn.Parameter(torch.empty(0, 4))
         self.scale = nn.Parameter(torch.tensor(1.5))
+        self.codes = nn.Parameter(torch.tensor([1, 2], dtype=torch.int8), requires_grad=False)
         self.register_parameter("absent", None)
         self.register_buffer("steps", torch.tensor(0))
         self.register_buffer("mask", torch.tensor([True, False]))

@@ -291,12 +291,27 @@ class ParameterAverage:
             id(tensor): sharded_like(averages[name], tensor)
             for name, tensor in tracking.averaged.items()
         }
+        known = {id(t) for t in (tracking.parameters | tracking.buffers).values()}
         state = tracking.state_dict()
         for key, value in state.items():
             if isinstance(value, Tensor):
-                # a hook may have handed out another tensor: then the name tells
-                tensor = tracking.averaged.get(tracking.aliases.get(key, ""), value)
-                tensor = value if id(value) in made else tensor
+                name = tracking.aliases.get(key)
+                if id(value) in made:
+                    tensor = value
+                else:  # a hook may have handed out another tensor: then the name tells
+                    tensor = tracking.averaged.get(name or "", value)
+                if (
+                    id(tensor) not in made
+                    and id(tensor) not in known
+                    and name is None
+                    and value.is_floating_point()
+                    and not key.endswith("_extra_state")
+                ):
+                    raise ValueError(
+                        f"averaged_state_dict: {key}: expected the model's own tensors in its "
+                        "state_dict(), got one made from them; inside average_parameters(), "
+                        "model.state_dict() has the averages"
+                    )
                 if id(tensor) not in made:
                     made[id(tensor)] = value.detach().to(kind(value), copy=True)
                 state[key] = made[id(tensor)]
