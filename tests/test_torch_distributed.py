@@ -549,3 +549,51 @@ def test_tensor_parallel_models_are_averaged_as_they_lie(rule, tmp_path):
     first, second = on_ranks(2, tensor_parallel_rank, tmp_path, rule)
     for name, values in first.items():
         np.testing.assert_array_equal(values, second[name])
+
+
+# Meshes of two dimensions
+
+
+def on_mesh(kind: str, seed: int = 0) -> nn.Module:
+    model = Layered(seed)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    if kind == "replicated shards":
+        fully_shard(model, mesh=mesh)
+        return model
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    parallelize_module(model, mesh["inner"], plan)
+    fully_shard(model, mesh=mesh["outer"])
+    return model
+
+
+def mesh_rank(folder, kind):
+    rule, model = AnytimeWindow(20), on_mesh(kind)
+    average, history = ParameterAverage(model, rule), History()
+    for t in range(30):
+        with torch.no_grad():
+            for i, parameter in enumerate(model.parameters()):
+                parameter.to_local().mul_(0.9).add_(t + i)  # the same on every rank
+        with CommDebugMode() as communication:
+            average.update()
+        assert communication.get_total_counts() == 0
+        history.record(whole(dict(model.named_parameters())))
+    full = average.full_state_dict()
+    assert_averages(full, history.average(rule))
+    plain, x = Layered(seed=2), torch.rand(3, 5, generator=torch.Generator().manual_seed(0))
+    plain.load_state_dict(full)
+    before, output = local_bits(model), model(x)
+    with average.average_parameters():
+        torch.testing.assert_close(model(x), plain(x))
+    assert local_bits(model) == before
+    torch.testing.assert_close(model(x), output, rtol=0, atol=0)
+    dcp.save({"average": average}, checkpoint_id=folder / "mesh")
+    for other in (on_mesh(kind, seed=3), Layered(seed=4)):
+        fresh = ParameterAverage(other, rule)
+        dcp.load({"average": fresh}, checkpoint_id=folder / "mesh")
+        assert bits(fresh.full_state_dict()) == bits(full)
+    return True
+
+
+@pytest.mark.parametrize("kind", ["replicated shards", "sharded tensor parallel"])
+def test_models_on_a_mesh_of_two_dimensions_are_averaged(kind, tmp_path):
+    assert all(on_ranks(4, mesh_rank, tmp_path, kind))

@@ -303,15 +303,12 @@ def test_tensors_of_any_size_and_many_of_them_are_averaged(rule, layout):
     }
     tensors["low"] = layout((1 + torch.rand(131073, generator=random)).to(torch.bfloat16))
     bases = {name: tensor.clone() for name, tensor in tensors.items()}
-    average, factors = ParameterAverage(tensors, rule), np.zeros(steps)
+    factors = 2.0 ** (np.arange(steps) % 3)  # exact in every type: one number tells the average
+    cycle = [{name: base * factor for name, base in bases.items()} for factor in factors[:3]]
+    average = ParameterAverage(tensors, rule)
     for t in range(steps):
-        factors[t] = 2.0 ** (t % 3)  # exact in every type, so that one number tells the average
-        if t < 3:
-            scaled = {name: base * factors[t] for name, base in bases.items()}
-            parts = [(tensors[name], x) for name, x in scaled.items()]
-            cycle = [parts] if t == 0 else [*cycle, parts]
-        for tensor, values in cycle[t % 3]:
-            tensor.copy_(values)
+        for name, values in cycle[t % 3].items():
+            tensors[name].copy_(values)
         average.update()
     expected = dense(rule, [steps])[steps] @ factors
     before = bits(tensors)
@@ -620,8 +617,6 @@ def test_buffers_may_be_averaged():
         average.update()
         history.record(dict(model.named_buffers()) | named(model))
     expected = history.average(rule)
-    tracked = expected.pop("1.num_batches_tracked")
-    assert tracked != 50
     got = average.averaged_state_dict()
     assert_averages(got, expected)
     assert int(got["1.num_batches_tracked"]) == 50

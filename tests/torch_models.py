@@ -79,7 +79,8 @@ class History:
 
     def record(self, tensors=None) -> None:
         for name, tensor in (named(self.model) if tensors is None else tensors).items():
-            self.samples.setdefault(name, []).append(wide(tensor))
+            if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+                self.samples.setdefault(name, []).append(wide(tensor))
 
     def average(self, rule) -> dict[str, np.ndarray]:
         count = len(next(iter(self.samples.values())))
@@ -115,7 +116,8 @@ def bits(tensors) -> dict[str, bytes]:
 
 
 def raw(tensor) -> bytes:
-    flat = tensor.detach().cpu().reshape(-1).clone()  # NumPy would pin the memory of a view
+    flat = tensor.detach().cpu().reshape(-1)
+    flat = flat.clone(memory_format=torch.contiguous_format)  # NumPy pins the memory it is shown
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
@@ -240,6 +242,11 @@ def flat_tensors(value):
 
 
 PRELOADED = [
+    "hypothesis.strategies",
+    "numpy",
+    "pytest",
+    "safetensors.torch",
+    "tailavg.torch",
     "torch._dynamo",
     "torch._inductor.config",
     "torch.distributed.checkpoint",

@@ -75,15 +75,20 @@ class Accumulators:
         dtype: torch.dtype,
         device: torch.device | str | int | None,
     ) -> None:
-        if not dtype.is_floating_point or dtype.itemsize < 4:
-            raise TypeError(f"dtype: expected torch.float32 or torch.float64, got {dtype}")
+        if not (isinstance(dtype, torch.dtype) and dtype in (torch.float32, torch.float64)):
+            raise TypeError(f"dtype: expected torch.float32 or torch.float64, got {dtype!r}")
         self.clock = clock_for(rule)
         self.dtype = dtype
         self.device = None if device is None else torch.empty(0, device=device).device
         accumulators = rule.accumulators  # type: ignore[union-attr]
         members: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
-            kind = self.device or tensor.device, torch.promote_types(dtype, tensor.dtype)
+            # 8-bit floats have no promotion rules
+            small = tensor.is_floating_point() and tensor.itemsize < dtype.itemsize
+            kind = (
+                self.device or tensor.device,
+                dtype if small else torch.promote_types(dtype, tensor.dtype),
+            )
             members.setdefault(kind, {})[name] = tensor
         self._groups = [_Group(*kind, tensors, accumulators) for kind, tensors in members.items()]
 
@@ -178,6 +183,11 @@ class Accumulators:
                 raise ValueError(f"{what}: expected tensors by name, got {type(saved).__name__}")
             saved = {tracking.aliases.get(name, name): value for name, value in saved.items()}
             check_names(what, tracking.shapes, saved)
+            for name, view in views.items():
+                if saved[name].dtype != view.dtype:
+                    raise ValueError(
+                        f"{what}: {name}: expected {view.dtype}, got {saved[name].dtype}"
+                    )
             copies += [(views[name], local(saved[name])) for name in views]
         layout.check_steps(state["count"], state["starts"], state["folded"])
         self.clock.restore(state["count"], state["starts"], state["folded"])

@@ -296,10 +296,9 @@ class ParameterAverage:
         for key, value in state.items():
             if isinstance(value, Tensor):
                 name = tracking.aliases.get(key)
-                if id(value) in made:
-                    tensor = value
-                else:  # a hook may have handed out another tensor: then the name tells
-                    tensor = tracking.averaged.get(name or "", value)
+                # a hook may have handed out another tensor: then the name tells
+                named = tracking.averaged.get(name or "", value)
+                tensor = value if id(value) in made else named
                 if (
                     id(tensor) not in made
                     and id(tensor) not in known

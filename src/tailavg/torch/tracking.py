@@ -190,6 +190,14 @@ class Tracking:
                     f"{name}: expected a tensor with a shape, got an uninitialised one; "
                     "run a batch through the model first"
                 )
+            if any(
+                size > 1 and step == 0
+                for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+            ):
+                raise ValueError(
+                    f"{name}: expected a tensor whose elements are all its own, got an expanded "
+                    "one; call contiguous() on it first"
+                )
             seen.aliases[name] = first.setdefault(id(tensor), name)
             found.setdefault(seen.aliases[name], (tensor, is_buffer))
         names = list(seen.aliases)
@@ -270,11 +278,15 @@ class Tracking:
         other = Tracking(model, **options)
         for attribute in ("averaged", "parameters", "buffers"):
             mine, its = getattr(self, attribute), getattr(other, attribute)
-            found = {
-                self.aliases.get(alias, alias): its[name]
-                for alias, name in other.aliases.items()
-                if name in its and (self.module is not None or alias in self.aliases)
-            }
+            found: dict[str, Tensor] = {}
+            for alias, name in other.aliases.items():
+                if name in its and (self.module is not None or alias in self.aliases):
+                    tied = self.aliases.get(alias, alias)
+                    if found.setdefault(tied, its[name]) is not its[name]:
+                        raise ValueError(
+                            f"model: {alias}: expected the tensor that is {tied}, too, as in the "
+                            "model that is averaged, got another one"
+                        )
             check_names("model", {name: _shapes(tensor) for name, tensor in mine.items()}, found)
             setattr(other, attribute, found)
         other.locals = {name: local(tensor) for name, tensor in other.averaged.items()}
