@@ -76,12 +76,20 @@ def fill(model, t: int) -> dict[str, torch.Tensor]:
         for name, parameter in model.named_parameters():
             full[name] = (1 + torch.rand(parameter.shape, generator=random)).to(parameter.dtype)
             if isinstance(parameter, DTensor):
-                mesh, placements = parameter.device_mesh, parameter.placements
-                value = distribute_tensor(full[name], mesh, placements, src_data_rank=None)
-                parameter.to_local().copy_(value.to_local())
+                parameter.to_local().copy_(shard_of(full[name], parameter))
             else:
                 parameter.copy_(full[name])
     return full
+
+
+def shard_of(full: torch.Tensor, parameter: DTensor) -> torch.Tensor:
+    """This rank's part of a tensor, which may be none of it."""
+    (placement,) = parameter.placements
+    if placement.is_replicate():
+        return full
+    parts = full.chunk(dist.get_world_size(), placement.dim)
+    rank = dist.get_rank()
+    return parts[rank] if rank < len(parts) else full.narrow(placement.dim, 0, 0)
 
 
 def trained(model, rule, steps: int, **options):

@@ -378,6 +378,19 @@ def test_a_source_that_does_not_match_is_refused_by_name():
         assert bits(averaged) == before
 
 
+def test_a_source_that_is_not_tied_as_at_first_is_refused_by_name():
+    class Pair(nn.Module):
+        def __init__(self, tied):
+            super().__init__()
+            self.a = nn.Linear(2, 2)
+            self.b = self.a if tied else nn.Linear(2, 2)
+
+    averaged, _, _ = walked(Pair(tied=True), 10, 25)
+    with pytest.raises(ValueError, match=r"[ab]\.weight"):
+        averaged.update_parameters(Pair(tied=False))
+    assert averaged.n_averaged == 25
+
+
 def test_a_state_of_torchs_own_class_is_refused_clearly():
     theirs = swa_utils.AveragedModel(small(seed=3))
     theirs.update_parameters(small(seed=4))
