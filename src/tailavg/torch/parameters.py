@@ -253,6 +253,13 @@ class ParameterAverage:
             self._accumulators.read(mine.locals)
             return
         other = mine.of(model, self._options)
+        names: dict[int, str] = {}
+        for name, tensor in other.averaged.items():
+            if names.setdefault(id(tensor), name) != name:
+                raise ValueError(
+                    f"model: expected two tensors {names[id(tensor)]} and {name}, as in the model "
+                    "that is averaged, got one tensor of both names"
+                )
         self._accumulators.read(other.locals)
         rest = dict(mine.parameters)
         if self._options["buffers"] != "skip":

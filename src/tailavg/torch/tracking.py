@@ -126,6 +126,8 @@ class _Patterns:
 class Tracking:
     """The tensors of a model by name: those `averaged`, other `parameters`, other `buffers`.
 
+    Expanded ones, which cannot be written into, are only among the names.
+
     A tensor with several names stands under the first; `aliases` leads from each name to it.
     """
 
@@ -190,14 +192,6 @@ class Tracking:
                     f"{name}: expected a tensor with a shape, got an uninitialised one; "
                     "run a batch through the model first"
                 )
-            if any(
-                size > 1 and step == 0
-                for size, step in zip(tensor.shape, tensor.stride(), strict=True)
-            ):
-                raise ValueError(
-                    f"{name}: expected a tensor whose elements are all its own, got an expanded "
-                    "one; call contiguous() on it first"
-                )
             seen.aliases[name] = first.setdefault(id(tensor), name)
             found.setdefault(seen.aliases[name], (tensor, is_buffer))
         names = list(seen.aliases)
@@ -206,9 +200,18 @@ class Tracking:
         chosen = {seen.aliases[name] for name in chosen}
         for name, (tensor, is_buffer) in found.items():
             numbers = tensor.is_floating_point() or tensor.is_complex()
+            expanded = any(
+                size > 1 and step == 0
+                for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+            )
             if name in chosen and numbers and (self._average_buffers or not is_buffer):
+                if expanded:
+                    raise ValueError(
+                        f"{name}: expected a tensor whose elements are all its own, got an "
+                        "expanded one; exclude it, or call contiguous() on it"
+                    )
                 seen.averaged[name] = tensor
-            else:
+            elif not expanded:  # nobody writes into those
                 (seen.buffers if is_buffer else seen.parameters)[name] = tensor
         return seen
 
