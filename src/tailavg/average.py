@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal, get_args
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Literal, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from tailavg import state as layout
-from tailavg.profile import Profile, dense_weights, profile
-from tailavg.rules import Rule, as_rule
+from tailavg.profile import Profile, dense_weights, profile, reading
+from tailavg.rules import Rule, WindowRule, as_rule
 from tailavg.windows import AnyWindow, Reals
 
 __all__ = ["TailAverage"]
@@ -104,7 +104,7 @@ class TailAverage:
     _add: Callable[[Any], None]  # take one sample
     _add_rows: Callable[[Array], None]  # take many, the rows of a matrix
     _scan_rows: Callable[[Array, Array], None]  # and write the average after each
-    _read: Callable[[], Any]  # the average
+    _read: Callable[[WindowRule], Any]  # the average, by a rule
     _starts_now: Callable[[], list[int]]  # the starts of the blocks, oldest first
     _save: Callable[[], tuple[list[Any], int, Any]]  # blocks, step of the last fold, partial sum
     _restore: Callable[[list[int], list[Any], int, Any], None]  # starts, and what was saved
@@ -125,8 +125,8 @@ class TailAverage:
         if sample is not None:
             self._add(sample)
 
-    def value(self) -> Any:
-        """The average now: a float, or a new array.
+    def value(self, window: AnyWindow | None = None) -> Any:
+        """The average now: a float, or a new array. An `AnyTail` is asked for a window.
 
         Examples:
             >>> TailAverage(100).value()
@@ -134,7 +134,7 @@ class TailAverage:
             ValueError: value: expected at least one sample before the first read, got none
         """
         self._require_a_sample("value")
-        value = self._read()
+        value = self._read(reading(self._rule, window, self._count))
         return value if self._plain or not self._scalar else value.item()
 
     def update_many(self, xs: Any) -> None:
@@ -150,13 +150,16 @@ class TailAverage:
         if len(rows):
             self._add_rows(rows)
 
-    def scan(self, xs: Any) -> Array:
+    def scan(self, xs: Any, window: AnyWindow | Sequence[AnyWindow] | None = None) -> Array:
         """Take many samples, and return the average after each.
+
+        An `AnyTail` is asked for a window, or for several: there is then a first axis of windows.
 
         Examples:
             >>> TailAverage(2).scan([1.0, 3.0, 5.0, 7.0])
             array([1., 2., 4., 6.])
         """
+        reading(self._rule, cast("Any", window), self._count)
         before = self.value() if self._count else np.nan
         rows, kept = self._take_rows(xs)
         if not len(rows):
@@ -196,15 +199,17 @@ class TailAverage:
     def size(self) -> float:
         """The size of the window, k_t: what was asked for. `profile` has what was got.
 
+        An `AnyTail` has none of its own, and raises.
+
         Examples:
             >>> average = TailAverage(0.25)
             >>> average.update_many(range(1000))
             >>> average.size
             250.0
         """
-        return float(self._rule.size(self._count))
+        return float(reading(self._rule, None, self._count).size(self._count))
 
-    def weights(self) -> Reals:
+    def weights(self, window: AnyWindow | None = None) -> Reals:
         """The weight of each of the `count` samples, oldest first.
 
         Examples:
@@ -213,9 +218,10 @@ class TailAverage:
             >>> average.weights()
             array([0. , 0.5, 0.5])
         """
-        return dense_weights(self._rule, self._starts_now(), self._count)
+        rule = reading(self._rule, window, self._count)
+        return dense_weights(rule, self._starts_now(), self._count)
 
-    def profile(self) -> Profile:
+    def profile(self, window: AnyWindow | None = None) -> Profile:
         """A summary of the weights: effective size, mean age, oldest age.
 
         Examples:
@@ -226,7 +232,8 @@ class TailAverage:
                     oldest_age=99, accumulators=3)
         """
         self._require_a_sample("profile")
-        return profile(self._rule, self._starts_now(), self._count)
+        rule = reading(self._rule, window, self._count)
+        return profile(rule, self._starts_now(), self._count)
 
     def state_dict(self) -> dict[str, Any]:
         """All there is to know, as plain data in the layout of `tailavg.state`.

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from tailavg.files import whole_file
 from tailavg.profile import dense_weights
-from tailavg.rules import ExactWindow, Exponential, Rule
+from tailavg.rules import ExactWindow, Exponential, WindowRule
 from tailavg.schedule import advance
 from tailavg.windows import Reals
 
@@ -55,7 +55,7 @@ def natural(path: Path) -> tuple[list[int], str]:
     return [int(number) for number in re.findall(r"\d+", str(path))], str(path)
 
 
-def weights(rule: Rule, files: int) -> Reals:
+def weights(rule: WindowRule, files: int) -> Reals:
     """The weight of each of so many checkpoints, oldest first.
 
     >>> weights(ExactWindow(0.5), 4)
@@ -98,7 +98,7 @@ class _File(ABC):
 
 def average_checkpoints(
     paths: Sequence[Path],
-    rule: Rule,
+    rule: WindowRule,
     output: Path,
     progress: Callable[[int, int], object] | None = None,
 ) -> list[Path]:

@@ -9,13 +9,26 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import NamedTuple
 
+from tailavg.anytail import AnyTail
+from tailavg.profile import reading
 from tailavg.rules import AnytimeWindow, BlockRule, ExactWindow, Exponential, RawTail, Rule
-from tailavg.schedule import SUM, check_starts, terms, turn
+from tailavg.schedule import SUM, check_starts, makes_room, terms, turn
 from tailavg.storages.arithmetic import FOLD
 from tailavg.storages.decayed import plan
+from tailavg.windows import Window
 
-__all__ = ["BlockClock", "Clock", "DecayClock", "clock_for"]
+__all__ = ["BlockClock", "Clock", "DecayClock", "Turn", "clock_for"]
+
+
+class Turn(NamedTuple):
+    """What happens to the means when a block is begun."""
+
+    gone: int | None
+    """The block whose place is taken; None if there is room."""
+    weight: float
+    """That of its mean in the mean of the block before it, with which it is merged; 0 if not."""
 
 
 class Clock(ABC):
@@ -57,11 +70,11 @@ class Clock(ABC):
         """The weights of the newest mean and of the sum in the mean of both."""
 
     @abstractmethod
-    def turn(self) -> bool:
-        """Whether the newest block is closed, and the sum begins a new one."""
+    def turn(self) -> Turn | None:
+        """If the newest block is closed, and the sum begins a new one: where its mean will be."""
 
     @abstractmethod
-    def terms(self) -> list[tuple[float, int]]:
+    def terms(self, window: Window | None = None) -> list[tuple[float, int]]:
         """The average now: weights, and the blocks that they are of, or `SUM`."""
 
     @abstractmethod
@@ -74,7 +87,7 @@ class BlockClock(Clock):
 
     carries = True
     factor = 1.0
-    rule: BlockRule
+    rule: BlockRule | AnyTail
 
     def restore(self, count: int, starts: Sequence[int], folded: int) -> None:
         check_starts(self.rule, starts, count)
@@ -92,15 +105,21 @@ class BlockClock(Clock):
         self._next = min(self._closes, self.folded + FOLD)
         return of_mean, of_sum
 
-    def turn(self) -> bool:
+    def turn(self) -> Turn | None:
         if self.count < self._closes:
-            return False
+            return None
+        gone = makes_room(self.rule, self._starts, self.count)
+        weight = 0.0
+        if gone:
+            before, start, end = [*self._starts, self.count][gone - 1 : gone + 2]
+            weight = (end - start) / (end - before)
         self._starts = turn(self.rule, self._starts, self.count)
         self._schedule()
-        return True
+        return Turn(gone, weight)
 
-    def terms(self) -> list[tuple[float, int]]:
-        return terms(self.rule, self._starts, self.folded, self.count)
+    def terms(self, window: Window | None = None) -> list[tuple[float, int]]:
+        size = reading(self.rule, window, self.count).size(self.count)
+        return terms(self._starts, self.folded, self.count, size)
 
 
 class DecayClock(Clock):
@@ -133,10 +152,11 @@ class DecayClock(Clock):
         self.restore(self.count, [0], self.count)
         return weights
 
-    def turn(self) -> bool:
-        return False
+    def turn(self) -> None:
+        return None
 
-    def terms(self) -> list[tuple[float, int]]:
+    def terms(self, window: Window | None = None) -> list[tuple[float, int]]:
+        reading(self.rule, window, self.count)
         last = self.count - self.folded - 1
         if last < 0:
             return [(1.0, 0)]
@@ -146,7 +166,7 @@ class DecayClock(Clock):
 
 def clock_for(rule: Rule) -> Clock:
     """The clock of a rule."""
-    if isinstance(rule, AnytimeWindow | RawTail):
+    if isinstance(rule, AnytimeWindow | RawTail | AnyTail):
         return BlockClock(rule)
     if isinstance(rule, Exponential):
         return DecayClock(rule)

@@ -8,10 +8,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from tailavg.rules import ExactWindow, Exponential, Rule, read
-from tailavg.windows import Reals
+from tailavg.anytail import AnyTail
+from tailavg.rules import AnytimeWindow, ExactWindow, Exponential, Rule, WindowRule, read
+from tailavg.windows import AnyWindow, Reals
 
-__all__ = ["Profile", "dense_weights", "newest_first", "profile"]
+__all__ = ["Profile", "dense_weights", "newest_first", "profile", "reading"]
 
 _CHUNK = 65536
 
@@ -34,7 +35,24 @@ class Profile:
     """How many means (or, for an exact window, samples) are held."""
 
 
-def dense_weights(rule: Rule, starts: Sequence[int], t: int) -> Reals:
+def reading(rule: Rule, window: AnyWindow | None, t: int) -> WindowRule:
+    """The rule by which an average is read at step t: its own, or that of a window of `AnyTail`.
+
+    Examples:
+        >>> reading(AnyTail(), 0.25, 1000)
+        AnytimeWindow(window=Growing(c=0.25, at_most=None), accumulators=12, turns='balanced')
+    """
+    if isinstance(rule, AnyTail):
+        return AnytimeWindow(rule.window(window, t), rule.accumulators)
+    if window is not None:
+        raise ValueError(
+            f"window: expected none, since {rule} has its own, got {window!r}; "
+            "an AnyTail reads any window"
+        )
+    return rule
+
+
+def dense_weights(rule: WindowRule, starts: Sequence[int], t: int) -> Reals:
     """The weight of each of t samples, oldest first; `starts` are those of the blocks."""
     weights = np.zeros(t)
     end = t
@@ -44,7 +62,7 @@ def dense_weights(rule: Rule, starts: Sequence[int], t: int) -> Reals:
     return weights
 
 
-def profile(rule: Rule, starts: Sequence[int], t: int) -> Profile:
+def profile(rule: WindowRule, starts: Sequence[int], t: int) -> Profile:
     """The summary of `dense_weights`, in constant memory."""
     squares = ages = 0.0
     age = 0
@@ -60,7 +78,9 @@ def profile(rule: Rule, starts: Sequence[int], t: int) -> Profile:
     return Profile(t, float(rule.size(t)), 1.0 / squares, ages, age - 1, held)
 
 
-def newest_first(rule: Rule, starts: Sequence[int], t: int) -> Iterator[tuple[int, float | Reals]]:
+def newest_first(
+    rule: WindowRule, starts: Sequence[int], t: int
+) -> Iterator[tuple[int, float | Reals]]:
     """Runs of samples, from the newest to the oldest that has a weight: size, weight of each."""
     if not t:
         return

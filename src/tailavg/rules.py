@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from tailavg.anytail import AnyTail
 from tailavg.windows import NEVER, AnyWindow, Fixed, Window, as_window, smaller, whole
 
 __all__ = ["AnytimeWindow", "ExactWindow", "Exponential", "RawTail", "as_rule", "join", "read"]
@@ -189,7 +190,8 @@ class RawTail(_OfWindow):
 
 
 BlockRule = AnytimeWindow | RawTail
-Rule = BlockRule | Exponential | ExactWindow
+WindowRule = BlockRule | Exponential | ExactWindow
+Rule = WindowRule | AnyTail
 
 
 def as_rule(rule: AnyWindow | Rule) -> Rule:

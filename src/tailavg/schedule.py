@@ -9,27 +9,48 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+from tailavg.anytail import AnyTail
 from tailavg.rules import BlockRule, read
 from tailavg.windows import NEVER
 
-__all__ = ["SUM", "advance", "check_starts", "oldest_needed", "period", "terms", "turn"]
+__all__ = [
+    "SUM",
+    "advance",
+    "check_starts",
+    "makes_room",
+    "oldest_needed",
+    "period",
+    "terms",
+    "turn",
+]
 
 SUM = -1
 """Stands for the sum of the samples that are in no mean yet, in the place of a block."""
 
 
-def turn(rule: BlockRule, starts: Sequence[int], t: int) -> list[int]:
-    """The blocks after the open one was closed at step t: the oldest makes room.
+def makes_room(rule: BlockRule | AnyTail, starts: Sequence[int], t: int) -> int | None:
+    """The block whose place is taken when one is opened at step t; None if there is room.
+
+    The oldest is given up; of `AnyTail`, a later one, which is merged with the one before it.
+    """
+    if len(starts) < rule.accumulators:
+        return None
+    return rule.merged(starts, t) if isinstance(rule, AnyTail) else 0
+
+
+def turn(rule: BlockRule | AnyTail, starts: Sequence[int], t: int) -> list[int]:
+    """The blocks after the open one was closed at step t and another one makes room.
 
     Examples:
         >>> from tailavg import AnytimeWindow
         >>> turn(AnytimeWindow(100), [0, 50, 100], 150)
         [50, 100, 150]
     """
-    return [*starts, t][-rule.accumulators :]
+    gone = makes_room(rule, starts, t)
+    return [*(start for block, start in enumerate(starts) if block != gone), t]
 
 
-def period(rule: BlockRule, starts: Sequence[int]) -> tuple[int, int]:
+def period(rule: BlockRule | AnyTail, starts: Sequence[int]) -> tuple[int, int]:
     """The size that all blocks have from here on, and the step until which; (0, 0) if none.
 
     Where turns depend on the blocks' sizes alone, blocks that are all alike stay alike.
@@ -46,7 +67,7 @@ def period(rule: BlockRule, starts: Sequence[int]) -> tuple[int, int]:
     return 0, 0
 
 
-def advance(rule: BlockRule, starts: Sequence[int], t: int) -> list[int]:
+def advance(rule: BlockRule | AnyTail, starts: Sequence[int], t: int) -> list[int]:
     """The blocks at step t, from those at an earlier step.
 
     Examples:
@@ -78,18 +99,17 @@ def oldest_needed(rule: BlockRule, starts: Sequence[int], t: int) -> tuple[int, 
     return len(starts) - 1, NEVER
 
 
-def terms(rule: BlockRule, starts: Sequence[int], folded: int, t: int) -> list[tuple[float, int]]:
-    """The average at step t: weights, each with the block whose mean it is of, or with `SUM`.
+def terms(starts: Sequence[int], folded: int, t: int, k: float) -> list[tuple[float, int]]:
+    """The average of k samples at step t: weights, each with the block whose mean it is of.
 
-    What has no weight is left out: a zero times a NaN would be a NaN.
+    Or with `SUM`. What has no weight is left out: a zero times a NaN would be a NaN.
 
     Examples:
-        >>> from tailavg import AnytimeWindow
-        >>> terms(AnytimeWindow(100), [0, 50, 100], folded=100, t=110)
+        >>> terms([0, 50, 100], folded=100, t=110, k=100)
         [(0.29708629022101113, 0), (0.585761424815824, 1), (0.011715228496316479, -1)]
     """
     sizes = [end - start for start, end in pairwise([*starts, t])]
-    weights = read(sizes, rule.size(t))
+    weights = read(sizes, k)
     found = [(weight, block) for block, weight in enumerate(weights[:-1]) if weight]
     weight = weights[-1] / sizes[-1]  # of each sample of the open block
     if folded > starts[-1]:
@@ -99,7 +119,7 @@ def terms(rule: BlockRule, starts: Sequence[int], folded: int, t: int) -> list[t
     return found
 
 
-def check_starts(rule: BlockRule, starts: Sequence[int], t: int) -> None:
+def check_starts(rule: BlockRule | AnyTail, starts: Sequence[int], t: int) -> None:
     """Raise a ValueError unless these are the starts of the blocks at step t."""
     expected = advance(rule, [0], t) if t else []
     if list(starts) != expected:

@@ -32,6 +32,7 @@ from typing import Any
 
 import numpy as np
 
+from tailavg.anytail import AnyTail
 from tailavg.files import whole_file
 from tailavg.rules import AnytimeWindow, ExactWindow, Exponential, RawTail, Rule
 from tailavg.windows import Fixed, Growing
@@ -66,7 +67,7 @@ _KEYS: dict[str, Any] = {
 }
 _TYPES: dict[str, Any] = {
     kind.__name__: kind
-    for kind in (Fixed, Growing, AnytimeWindow, Exponential, ExactWindow, RawTail)
+    for kind in (Fixed, Growing, AnytimeWindow, Exponential, ExactWindow, RawTail, AnyTail)
 }
 
 

@@ -7,7 +7,7 @@ from typing import NoReturn
 
 import typer
 
-from tailavg.rules import AnytimeWindow, ExactWindow, Exponential, Rule
+from tailavg.rules import AnytimeWindow, ExactWindow, Exponential, WindowRule
 from tailavg.windows import Growing, Window, as_window
 
 __all__ = ["Method", "fail", "parse_rule", "parse_window"]
@@ -47,7 +47,7 @@ def parse_window(text: str, at_most: int | None = None) -> Window:
         raise typer.BadParameter(str(error)) from error
 
 
-def parse_rule(window: Window, method: Method, accumulators: int | None) -> Rule:
+def parse_rule(window: Window, method: Method, accumulators: int | None) -> WindowRule:
     """The rule that options name."""
     if method is not Method.anytime:
         if accumulators is not None:

@@ -18,7 +18,7 @@ import typer
 from tailavg.cli.common import fail, parse_window
 from tailavg.profile import Profile, newest_first
 from tailavg.profile import profile as summarise
-from tailavg.rules import AnytimeWindow, ExactWindow, Exponential, RawTail, Rule
+from tailavg.rules import AnytimeWindow, ExactWindow, Exponential, RawTail, WindowRule
 from tailavg.schedule import advance
 from tailavg.windows import Fixed, Growing, Window
 
@@ -120,7 +120,7 @@ def _parse_whole(text: str, option: str) -> int:
     return int(value)
 
 
-def _rules(window: Window, t: int, most: int) -> dict[str, Rule]:
+def _rules(window: Window, t: int, most: int) -> dict[str, WindowRule]:
     """The rules to compare, by name."""
     anytime = {f"anytime, {n}": AnytimeWindow(window, n) for n in range(2, most + 1)}
     return {
@@ -132,7 +132,7 @@ def _rules(window: Window, t: int, most: int) -> dict[str, Rule]:
     }
 
 
-def _profile(rule: Rule, t: int) -> Profile:
+def _profile(rule: WindowRule, t: int) -> Profile:
     """The profile at step t, in a time that hardly depends on it."""
     if not isinstance(rule, Exponential):
         return summarise(rule, _starts(rule, t), t)
@@ -149,12 +149,12 @@ def _profile(rule: Rule, t: int) -> Profile:
     return Profile(t, size_now, min(size_now, float(t)), ages * scale, oldest, rule.accumulators)
 
 
-def _starts(rule: Rule, t: int) -> list[int]:
+def _starts(rule: WindowRule, t: int) -> list[int]:
     """The starts of the blocks, for a rule that has blocks."""
     return [] if isinstance(rule, Exponential | ExactWindow) else advance(rule, [0], t)
 
 
-def _scaled(rule: Rule, t: int) -> tuple[Rule, int, int]:
+def _scaled(rule: WindowRule, t: int) -> tuple[WindowRule, int, int]:
     """A rule and step with the same profile but for a scale, over few enough samples to sum.
 
     Blocks are few: only the exponential's weights are summed one by one, until they are
@@ -174,13 +174,13 @@ def _scaled(rule: Rule, t: int) -> tuple[Rule, int, int]:
     return Exponential(window), t // scale, scale
 
 
-def _arrays(rule: Rule, got: Profile) -> int:
+def _arrays(rule: WindowRule, got: Profile) -> int:
     """How many arrays of the shape of a sample are held."""
     return got.accumulators + (not isinstance(rule, ExactWindow))
 
 
 def _print_table(
-    rules: Mapping[str, Rule],
+    rules: Mapping[str, WindowRule],
     profiles: Mapping[str, Profile],
     memory: Mapping[str, int],
     dtype: Dtype,
@@ -237,7 +237,7 @@ def _in_bytes(size: float) -> str:
     return f"{size:,.3g} PB" if size < 999.5 else f"{size:.2e} PB"
 
 
-def _plot(rules: Mapping[str, Rule], t: int, path: Path) -> None:
+def _plot(rules: Mapping[str, WindowRule], t: int, path: Path) -> None:
     """Draw the weight of samples by age, in multiples of an even weight over the window."""
     from io import BytesIO
 
@@ -283,7 +283,7 @@ def _styles() -> Iterable[str]:
         yield from ("--", "-")
 
 
-def _curve(rule: Rule, t: int, reach: float) -> tuple[Any, Any]:
+def _curve(rule: WindowRule, t: int, reach: float) -> tuple[Any, Any]:
     """Ages and weights to draw a line through, as far back as `reach`."""
     rule, t, scale = _scaled(rule, t)
     ages: list[Any] = []

@@ -20,7 +20,7 @@ from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 from tailavg import TailAverage
 from tailavg.experiments.claims import FIRST, MARGIN, ratios
 from tailavg.experiments.regression import KINDS, Curve, Errors, Reals, methods, turns
-from tailavg.rules import Rule
+from tailavg.rules import WindowRule
 
 __all__ = ["Figure", "exact", "inline", "make", "mean", "samples_touched", "save"]
 
@@ -188,7 +188,7 @@ def _comparison(
     return Figure(name, title, caption, rows, (3.8, 2.6))
 
 
-def samples_touched(rule: Rule, steps: Iterable[int]) -> Reals:
+def samples_touched(rule: WindowRule, steps: Iterable[int]) -> Reals:
     """How many samples back the oldest of any weight is, at each of `steps`."""
     average, touched = TailAverage(rule), []
     for t in steps:

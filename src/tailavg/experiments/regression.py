@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tailavg import AnytimeWindow, ExactWindow, Exponential, RawTail, TailAverage
-from tailavg.rules import Rule
+from tailavg.rules import WindowRule
 
 __all__ = [
     "Curve",
@@ -131,9 +131,9 @@ Errors = Mapping[Curve, Reals]
 """The excess error of each curve, of shape (batches, runs)."""
 
 
-def methods(total: int) -> dict[Curve, Rule]:
+def methods(total: int) -> dict[Curve, WindowRule]:
     """The averages of the paper's two figures, under its names."""
-    rules: dict[Curve, Rule] = {}
+    rules: dict[Curve, WindowRule] = {}
     for k in (10, 100):
         rules[Curve(f"k = {k}", "expk")] = Exponential(k)
         rules[Curve(f"k = {k}", "awak")] = AnytimeWindow(k, 2, turns="paper")
@@ -147,7 +147,7 @@ def methods(total: int) -> dict[Curve, Rule]:
     return rules
 
 
-def turns() -> dict[Curve, Rule]:
+def turns() -> dict[Curve, WindowRule]:
     """The two kinds of turns, at equal memory."""
     return {
         Curve(f"c = {c}", f"{kind} {accumulators}"): AnytimeWindow(c, accumulators, turns=kind)
@@ -158,7 +158,7 @@ def turns() -> dict[Curve, Rule]:
 
 
 def measure(
-    problem: Problem, rules: Mapping[Curve, Rule], advance: Callable[[int], Any] = lambda _: None
+    problem: Problem, rules: Mapping[Curve, WindowRule], advance: Callable[[int], Any] = lambda _: None
 ) -> dict[Curve, Reals]:
     """The excess error of every average at every step of every run, all on the same iterates.
 

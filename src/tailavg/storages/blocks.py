@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tailavg.average import Array, TailAverage
-from tailavg.rules import AnytimeWindow, BlockRule, RawTail, read, root
+from tailavg.rules import AnytimeWindow, BlockRule, RawTail, WindowRule, read, root
 from tailavg.schedule import SUM, advance, check_starts, oldest_needed, period, terms, turn
 from tailavg.storages.arithmetic import (
     CHUNK,
@@ -24,6 +24,7 @@ from tailavg.storages.arithmetic import (
     sum_rows,
     wide,
 )
+from tailavg.windows import AnyWindow
 
 __all__ = ["BlockStorage"]
 
@@ -141,12 +142,12 @@ class BlockStorage(TailAverage, rules=(AnytimeWindow, RawTail)):
         self._set_sum(0.0)
         self._schedule()
 
-    def value(self) -> Any:
+    def value(self, window: AnyWindow | None = None) -> Any:
         t = self._count
         plan = self._plan
-        if t >= plan[0]:
-            if not (self._plain and t):
-                return TailAverage.value(self)
+        if t >= plan[0] or window is not None:
+            if window is not None or not (self._plain and t):
+                return TailAverage.value(self, window)
             self._plan = plan = self._split(t)
         _, old, old_mean, since, folded, folded_mean = plan
         newer = t - since
@@ -154,10 +155,11 @@ class BlockStorage(TailAverage, rules=(AnytimeWindow, RawTail)):
         g = root(old, newer, excess if excess > 0.0 else 0.0)
         return (1.0 - g) * (folded_mean * (folded / newer) + self._sum / newer) + g * old_mean
 
-    def _read(self) -> Any:
+    def _read(self, rule: WindowRule) -> Any:
         """The average of arrays: the means of the blocks that have a weight."""
+        t = self._count
         value = np.zeros(self._shape, self._dtype)
-        for weight, block in terms(self._rule, self._starts, self._folded, self._count):
+        for weight, block in terms(self._starts, self._folded, t, rule.size(t)):
             value += weight * (self._sum if block == SUM else self._means[block])
         return value
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from tailavg.average import Array, TailAverage
-from tailavg.rules import Exponential
+from tailavg.rules import Exponential, WindowRule
 from tailavg.storages.arithmetic import CHUNK, FOLD, aligned_zeros, wide
 from tailavg.windows import NEVER
 
@@ -156,7 +156,7 @@ class DecayedStorage(TailAverage, rules=(Exponential,)):
         self._folded = self._count
         self._schedule()
 
-    def _read(self) -> Any:
+    def _read(self, rule: WindowRule) -> Any:
         return self._now() if self._plain else np.array(self._now())
 
     def _add_rows(self, rows: Array) -> None:

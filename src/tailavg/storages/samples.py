@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from tailavg.average import Array, TailAverage
-from tailavg.rules import ExactWindow
+from tailavg.rules import ExactWindow, WindowRule
 from tailavg.storages.arithmetic import sum_rows, wide
 
 __all__ = ["SampleStorage"]
@@ -47,7 +47,7 @@ class SampleStorage(TailAverage, rules=(ExactWindow,)):
         """The last samples."""
         return self._buffer[self._end - samples : self._end]
 
-    def _read(self) -> Any:
+    def _read(self, rule: WindowRule) -> Any:
         assert self._dtype is not None
         held = self._held(self._rule.samples(self._count))
         mean = (sum_rows(held, self._dtype) / len(held)).astype(self._dtype)

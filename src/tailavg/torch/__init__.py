@@ -3,11 +3,12 @@
 from tailavg.torch.batchnorm import convert_tail_batchnorm, recompute_batchnorm
 from tailavg.torch.functions import growing_avg_fn, growing_multi_avg_fn
 from tailavg.torch.model import AveragedModel
-from tailavg.torch.parameters import ParameterAverage
+from tailavg.torch.parameters import ParameterAverage, Selection
 
 __all__ = [
     "AveragedModel",
     "ParameterAverage",
+    "Selection",
     "convert_tail_batchnorm",
     "growing_avg_fn",
     "growing_multi_avg_fn",

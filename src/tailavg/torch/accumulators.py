@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tailavg import state as layout
-from tailavg.clocks import clock_for
+from tailavg.clocks import Turn, clock_for
 from tailavg.rules import Rule
 from tailavg.schedule import SUM
 from tailavg.torch.memory import empty
@@ -107,20 +107,25 @@ class Accumulators:
                 of_mean, of_sum = clock.fold()
                 for group in self._groups:
                     group.fold(len(clock.starts) - 1, of_mean, of_sum, carry=clock.carries)
-            held = len(clock.starts)
-            if clock.turn():
+            turn = clock.turn()
+            if turn is not None:
                 for group in self._groups:
-                    group.turn(full=len(clock.starts) == held)
+                    group.turn(turn)
         factor = clock.factor
         for group in self._groups:
             group.add(factor)
         clock.tick()
 
     def read(
-        self, into: Mapping[str, Tensor], before: Callable[[list[Tensor]], None] | None = None
+        self,
+        terms: Sequence[tuple[float, int]],
+        into: Mapping[str, Tensor],
+        before: Callable[[list[Tensor]], None] | None = None,
     ) -> None:
-        """Write the average into tensors; what is overwritten next is first handed to `before`."""
-        terms = self.clock.terms()
+        """Write the average, as the clock's `terms` say, into tensors.
+
+        What is overwritten next is first handed to `before`.
+        """
         for group in self._groups:
             group.read(terms, into, before)
 
@@ -337,10 +342,13 @@ class _Group:
                 step.add_(mean).mul_(1.0 / of_sum)
                 mean.copy_(joint)
 
-    def turn(self, *, full: bool) -> None:
-        """Begin a block: the oldest makes room if all are in use."""
-        if full:
-            self.means.append(self.means.pop(0))
+    def turn(self, turn: Turn) -> None:
+        """Begin a block, in the place of one that is given up or merged if all are in use."""
+        if turn.gone is not None:
+            mean = self.means.pop(turn.gone)
+            if turn.weight:
+                self.means[turn.gone - 1].lerp_(mean, turn.weight)
+            self.means.append(mean)
         self.sum.zero_()
 
     def read(

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from tailavg import profile as profiles
+from tailavg.anytail import AnyTail
 from tailavg.rules import Rule, as_rule
 from tailavg.torch.accumulators import Accumulators
 from tailavg.torch.tracking import Buffers, Tracking, outside_autograd, unwrap
@@ -28,7 +29,7 @@ class AveragedModel(Module):
 
     Args:
         model: the model to copy. A sharded one cannot be copied; `ParameterAverage` averages it.
-        rule: a number, a window or a rule, as in `ParameterAverage`.
+        rule: a number, a window or a rule with one, as in `ParameterAverage`.
         device: where the copy and the accumulators are; by default with the model.
         use_buffers: average floating point buffers too, instead of copying them at each update.
 
@@ -54,6 +55,12 @@ class AveragedModel(Module):
         use_buffers: bool = False,
     ) -> None:
         super().__init__()
+        rule = as_rule(rule)
+        if isinstance(rule, AnyTail):
+            raise TypeError(
+                f"rule: expected one with a window, since a module has one set of weights, got {rule};"
+                " ParameterAverage reads any window of it"
+            )
         self._stale = False  # whether the module is behind the accumulators
         self.use_buffers = use_buffers
         self.module = deepcopy(unwrap(model))
@@ -92,7 +99,8 @@ class AveragedModel(Module):
         clock = self._accumulators.clock
         if not clock.count:
             raise RuntimeError("profile: expected at least one update before it, got none")
-        return profiles.profile(clock.rule, clock.starts, clock.count)
+        rule = profiles.reading(clock.rule, None, clock.count)
+        return profiles.profile(rule, clock.starts, clock.count)
 
     @outside_autograd
     def _catch_up(self) -> None:
@@ -100,7 +108,7 @@ class AveragedModel(Module):
         if self._stale:
             self._stale = False  # looking at the module must not come here again
             self._target.refresh()
-            self._accumulators.read(self._target.locals)
+            self._accumulators.read(self._accumulators.clock.terms(), self._target.locals)
 
     # Every way of looking at the module.
 

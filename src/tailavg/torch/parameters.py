@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from tailavg import profile as profiles
+from tailavg.anytail import AnyTail
 from tailavg.files import whole_file
 from tailavg.rules import Rule, as_rule
 from tailavg.torch.accumulators import Accumulators
@@ -30,7 +32,29 @@ from tailavg.torch.tracking import (
 )
 from tailavg.windows import AnyWindow, Reals, whole
 
-__all__ = ["ParameterAverage"]
+__all__ = ["ParameterAverage", "Selection"]
+
+
+class Selection(NamedTuple):
+    """What `ParameterAverage.select_tail` found."""
+
+    window: AnyWindow
+    """The best window."""
+    score: float
+    """Its score."""
+    scores: dict[AnyWindow, float]
+    """Those of all windows that were tried."""
+
+
+def default_windows(shortest: float) -> list[float]:
+    """Eight fractions from the shortest to 1, in equal ratios, to two digits.
+
+    Examples:
+        >>> default_windows(0.1)
+        [0.1, 0.14, 0.19, 0.27, 0.37, 0.52, 0.72, 1.0]
+    """
+    inner = [float(f"{shortest ** (1 - i / 7):.2g}") for i in range(1, 7)]
+    return [shortest, *(fraction for fraction in inner if fraction > shortest), 1.0]
 
 
 class ParameterAverage:
@@ -157,13 +181,14 @@ class ParameterAverage:
     @property
     def size(self) -> float:
         """The size of the window, k_t: what was asked for. `profile` has what was got."""
-        return float(self._rule.size(self.count))
+        return float(profiles.reading(self._rule, None, self.count).size(self.count))
 
-    def weights(self) -> Reals:
+    def weights(self, window: AnyWindow | None = None) -> Reals:
         """The weight of each of the `count` updates, oldest first."""
-        return profiles.dense_weights(self._rule, self._accumulators.clock.starts, self.count)
+        rule = profiles.reading(self._rule, window, self.count)
+        return profiles.dense_weights(rule, self._accumulators.clock.starts, self.count)
 
-    def profile(self) -> profiles.Profile:
+    def profile(self, window: AnyWindow | None = None) -> profiles.Profile:
         """A summary of the weights: effective size, mean age, oldest age.
 
         Examples:
@@ -174,29 +199,75 @@ class ParameterAverage:
             100.0
         """
         self._require_an_update("profile")
-        return profiles.profile(self._rule, self._accumulators.clock.starts, self.count)
+        rule = profiles.reading(self._rule, window, self.count)
+        return profiles.profile(rule, self._accumulators.clock.starts, self.count)
 
     # Evaluation.
 
     @contextmanager
-    def average_parameters(self) -> Iterator[None]:
-        """A context in which the model has the averaged parameters.
+    def average_parameters(self, window: AnyWindow | None = None) -> Iterator[None]:
+        """A context in which the model has the averaged parameters; of an `AnyTail`, of a window.
 
         When it ends, whatever was raised, the model has its own back, bit for bit, and its buffers
         too: BatchNorm statistics may be computed anew inside.
         """
         self._require_an_update("average_parameters")
         self._require_training_weights("average_parameters")
+        terms = self._accumulators.clock.terms(window)
         try:
-            self._put_aside(read=True)
+            self._put_aside(terms)
             yield
         finally:
             self._put_back()
 
+    def select_tail(
+        self,
+        evaluate: Callable[[], Any],
+        windows: Iterable[AnyWindow] | None = None,
+        best: Callable[[Iterable[float]], float] = min,
+    ) -> Selection:
+        """Try windows of an `AnyTail`: which makes the best model?
+
+        `evaluate` is called once for each window, with its averages in the model, and returns a
+        number, of which `best` picks: `min` for a loss, `max` for an accuracy. The training
+        weights come back, whatever it raises. By default the windows are eight fractions from the
+        shortest to 1.
+
+        Examples:
+            >>> from tailavg import AnyTail
+            >>> model = torch.nn.Linear(1, 1, bias=False)
+            >>> average = ParameterAverage(model, AnyTail(8))
+            >>> for step in range(100):
+            ...     _ = torch.nn.init.constant_(model.weight, min(step, 60))
+            ...     average.update()
+            >>> found = average.select_tail(lambda: abs(60 - model.weight.item()), [0.2, 0.4, 0.8])
+            >>> found.window, found.score
+            (0.2, 0.0)
+        """
+        self._require_an_update("select_tail")
+        if windows is None:
+            if not isinstance(self._rule, AnyTail):
+                raise ValueError(f"select_tail: expected an AnyTail to choose from, got {self._rule}")
+            windows = default_windows(self._rule.shortest)
+        chosen = list(windows)
+        for window in chosen:  # before the first of many evaluations
+            self._accumulators.clock.terms(window)
+        scores: dict[AnyWindow, float] = {}
+        for window in chosen:
+            with self.average_parameters(window):
+                scores[window] = float(evaluate())
+        finite = [score for score in scores.values() if not math.isnan(score)]
+        if not finite:
+            raise ValueError(
+                f"select_tail: expected a number for some of the windows {chosen}, got NaN for all"
+            )
+        score = best(finite)
+        return Selection(next(w for w, one in scores.items() if one == score), score, scores)
+
     def store(self) -> None:
         """Put the parameters aside until `restore`; `copy_to()` may then overwrite them."""
         self._require_training_weights("store")
-        self._put_aside(read=False)
+        self._put_aside(None)
 
     def restore(self) -> None:
         """Give the model back what `store` put aside."""
@@ -205,7 +276,8 @@ class ParameterAverage:
         self._put_back()
 
     @outside_autograd
-    def _put_aside(self, *, read: bool) -> None:
+    def _put_aside(self, terms: Sequence[tuple[float, int]] | None) -> None:
+        """Put the weights aside, and the average into their place if its terms are given."""
         self._look_again()
         tracking = self._tracking
         tensors = dict(tracking.averaged)
@@ -216,10 +288,10 @@ class ParameterAverage:
         aside = self._aside
         aside.open([memory for _, memory in self._swapped], self._accumulators.device)
         for name, (_, memory) in zip(tensors, self._swapped, strict=True):
-            if not (read and name in tracking.averaged):
+            if terms is None or name not in tracking.averaged:
                 aside.keep([memory])
-        if read:
-            self._accumulators.read(tracking.locals, before=aside.keep)
+        if terms is not None:
+            self._accumulators.read(terms, tracking.locals, before=aside.keep)
 
     @outside_autograd
     def _put_back(self) -> None:
@@ -241,16 +313,17 @@ class ParameterAverage:
         self._aside.close()
 
     @outside_autograd
-    def copy_to(self, model: Source | None = None) -> None:
+    def copy_to(self, model: Source | None = None, window: AnyWindow | None = None) -> None:
         """Write the averages into a model: into the very one, for good, or into another like it.
 
         Another one also gets what is not averaged, buffers included unless they are skipped.
         """
         self._require_an_update("copy_to")
+        terms = self._accumulators.clock.terms(window)
         self._look_again()
         mine = self._tracking
         if model is None:
-            self._accumulators.read(mine.locals)
+            self._accumulators.read(terms, mine.locals)
             return
         other = mine.of(model, self._options)
         names: dict[int, str] = {}
@@ -260,7 +333,7 @@ class ParameterAverage:
                     f"model: expected two tensors {names[id(tensor)]} and {name}, as in the model "
                     "that is averaged, got one tensor of both names"
                 )
-        self._accumulators.read(other.locals)
+        self._accumulators.read(terms, other.locals)
         rest = dict(mine.parameters)
         if self._options["buffers"] != "skip":
             rest |= mine.buffers
@@ -270,7 +343,9 @@ class ParameterAverage:
     # Export.
 
     @outside_autograd
-    def averaged_state_dict(self, dtype: torch.dtype | None = None) -> dict[str, Any]:
+    def averaged_state_dict(
+        self, dtype: torch.dtype | None = None, window: AnyWindow | None = None
+    ) -> dict[str, Any]:
         """The state dict of the averaged model, with the keys of `model.state_dict()`.
 
         Its tensors are new, each in its parameter's dtype unless one is asked for, and sharded as
@@ -283,6 +358,7 @@ class ParameterAverage:
             ['weight', 'bias']
         """
         self._require_an_update("averaged_state_dict")
+        terms = self._accumulators.clock.terms(window)
         self._look_again()
         tracking = self._tracking
 
@@ -293,7 +369,7 @@ class ParameterAverage:
             name: torch.empty_like(tensor, dtype=kind(tensor), requires_grad=False)
             for name, tensor in tracking.locals.items()
         }
-        self._accumulators.read(averages)
+        self._accumulators.read(terms, averages)
         made = {
             id(tensor): sharded_like(averages[name], tensor)
             for name, tensor in tracking.averaged.items()
@@ -323,19 +399,26 @@ class ParameterAverage:
                 state[key] = made[id(tensor)]
         return state
 
-    def full_state_dict(self, dtype: torch.dtype | None = None) -> dict[str, Any]:
+    def full_state_dict(
+        self, dtype: torch.dtype | None = None, window: AnyWindow | None = None
+    ) -> dict[str, Any]:
         """`averaged_state_dict` with whole tensors in main memory, for export.
 
         If the model is sharded they are gathered, one by one: every process must call it.
         """
-        state = self.averaged_state_dict(dtype)
+        state = self.averaged_state_dict(dtype, window)
         for key, value in state.items():
             if isinstance(value, Tensor):
                 gathered = value.full_tensor() if is_sharded(value) else value  # type: ignore[attr-defined]
                 state[key] = gathered.cpu()
         return state
 
-    def save_averaged(self, path: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
+    def save_averaged(
+        self,
+        path: str | os.PathLike[str],
+        dtype: torch.dtype | None = None,
+        window: AnyWindow | None = None,
+    ) -> None:
         """Write the averaged model to a `.safetensors` file, whole or not at all.
 
         If the model is sharded every process must call it, and that of rank 0 writes.
@@ -343,7 +426,7 @@ class ParameterAverage:
         sharded = any(map(is_sharded, self._tracking.averaged.values()))
         tensors: dict[str, Tensor] = {}
         stored = set()
-        for key, value in self.full_state_dict(dtype).items():
+        for key, value in self.full_state_dict(dtype, window).items():
             if not isinstance(value, Tensor):
                 raise TypeError(
                     f"save_averaged: {key}: expected tensors, which is all that safetensors holds, "

@@ -1,0 +1,124 @@
+"""Blocks that cover the whole stream: the storage of `AnyTail`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from tailavg.anytail import AnyTail
+from tailavg.average import Array, TailAverage
+from tailavg.profile import reading
+from tailavg.rules import WindowRule, read
+from tailavg.schedule import SUM, makes_room, terms, turn
+from tailavg.storages.arithmetic import CHUNK, FOLD, sum_rows, wide
+from tailavg.storages.blocks import BlockStorage
+from tailavg.windows import AnyWindow
+
+__all__ = ["AnyTailStorage"]
+
+
+class AnyTailStorage(BlockStorage, rules=(AnyTail,)):
+    """See `TailAverage`. As `BlockStorage`, but no block is given up: two neighbours are merged."""
+
+    __slots__ = ()
+
+    _rule: AnyTail  # type: ignore[assignment]
+
+    def _turn(self) -> None:
+        self._fold()
+        starts, means, t = self._starts, list(self._means), self._count
+        gone = makes_room(self._rule, starts, t)
+        if gone:
+            before, start, end = [*starts, t][gone - 1 : gone + 2]
+            weight = (end - start) / (end - before)
+            means[gone - 1] = means[gone - 1] * (1.0 - weight) + means.pop(gone) * weight
+        self._arrange(turn(self._rule, starts, t), [*means, 0.0])
+        self._set_sum(0.0)
+        self._schedule()
+
+    def value(self, window: AnyWindow | None = None) -> Any:
+        return TailAverage.value(self, window)
+
+    def _read(self, rule: WindowRule) -> Any:
+        if not self._plain:
+            return super()._read(rule)
+        t = self._count
+        return sum(
+            weight * (self._sum if block == SUM else self._means[block])
+            for weight, block in terms(self._starts, self._folded, t, rule.size(t))
+        )
+
+    def _add_rows(self, rows: Array) -> None:
+        for part in self._runs(rows):
+            self._take_run(part)
+
+    def _runs(self, rows: Array) -> Any:
+        """The rows in runs that end where a block is closed; the turn is made before the next."""
+        done = 0
+        while done < len(rows):
+            if self._count == self._closes:
+                self._turn()
+            end = min(len(rows), done + self._closes - self._count)
+            yield rows[done:end]
+            done = end
+
+    def _take_run(self, rows: Array) -> None:
+        assert self._dtype is not None
+        self._set_sum(self._sum + self._held(sum_rows(rows, self._dtype)))
+        self._count += len(rows)
+        if self._count - self._folded >= FOLD:
+            self._fold()
+        self._schedule()
+
+    def scan(self, xs: Any, window: AnyWindow | Sequence[AnyWindow] | None = None) -> Array:
+        several = isinstance(window, Sequence | np.ndarray)
+        windows: Sequence[Any] = window if several else [window]  # type: ignore[assignment]
+        last = self._count + np.shape(xs)[0] if np.ndim(xs) else self._count
+        rules = [reading(self._rule, one, last) for one in windows]
+        before = [self.value(one) if self._count else np.nan for one in windows]
+        rows, kept = self._take_rows(xs)
+        if not len(rows):
+            every = np.array([np.broadcast_to(value, np.shape(xs)) for value in before])
+            return every if several else every[0]
+        out: Array = np.empty((len(rules), len(rows), rows.shape[1]), self._dtype)
+        done = 0
+        for run in self._runs(rows):
+            for rule, averages in zip(rules, out[:, done : done + len(run)], strict=True):
+                self._scan_run(run, rule, averages)
+            self._take_run(run)
+            done += len(run)
+        every = out.reshape(len(rules), len(rows), *self._shape)
+        if kept is not None:  # a sample that is left out leaves the average as it was
+            latest = np.cumsum(kept) - 1
+            every = every[:, latest]
+            for averages, value in zip(every, before, strict=True):
+                averages[latest < 0] = value
+        return every if several else every[0]
+
+    def _scan_run(self, rows: Array, rule: WindowRule, out: Array) -> None:
+        """The averages after each of the rows, all of which go into the open block."""
+        assert self._dtype is not None
+        t, width, dtype = self._count, rows.shape[1], wide(self._dtype)
+        *closed, opened = pairwise([*self._starts, t])
+        sizes = [end - start for start, end in closed]
+        folded = self._folded - opened[0]
+        total = np.reshape(self._sum + self._means[-1] * folded, width).astype(dtype)
+        chunk = max(1, CHUNK // max(1, width))
+        for first in range(0, len(rows), chunk):
+            part = rows[first : first + chunk]
+            steps = np.arange(t + first + 1.0, t + first + len(part) + 1.0)
+            newest = steps - opened[0]
+            *weights, weight = read([*sizes, newest], rule.size(steps))
+            sums = total + np.cumsum(part, axis=0, dtype=dtype)
+            total = sums[-1].copy()
+            averages = sums * (weight / newest)[:, None]
+            for mean, old in zip(self._means, weights, strict=False):
+                needed = np.flatnonzero(old)  # a zero must not meet an infinity
+                if len(needed) == len(part):
+                    averages += old[:, None] * np.reshape(mean, width)
+                elif len(needed):
+                    averages[needed] += old[needed, None] * np.reshape(mean, width)
+            out[first : first + len(part)] = averages
