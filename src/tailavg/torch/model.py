@@ -13,7 +13,7 @@ from torch.nn import Module
 from tailavg import profile as profiles
 from tailavg.rules import Rule, as_rule
 from tailavg.torch.accumulators import Accumulators
-from tailavg.torch.tracking import Buffers, Tracking, outside_autograd, unwrap
+from tailavg.torch.tracking import Buffers, Tracking, is_sharded, outside_autograd, unwrap
 from tailavg.windows import AnyWindow
 
 __all__ = ["AveragedModel"]
@@ -54,6 +54,11 @@ class AveragedModel(Module):
         use_buffers: bool = False,
     ) -> None:
         super().__init__()
+        if any(map(is_sharded, model.parameters())):
+            raise TypeError(
+                "model: expected one that can be copied, got a sharded one; ParameterAverage "
+                "averages it without a copy"
+            )
         self._stale = False  # whether the module is behind the accumulators
         self.use_buffers = use_buffers
         self.module = deepcopy(unwrap(model))
