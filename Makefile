@@ -25,6 +25,7 @@ figures: $(STAMPS)/plot  ## draw the figures of the documentation anew
 	$(BIN)/python docs/figures.py
 
 bench: $(STAMPS)/bench
+	$(PIP) --no-deps timm  # without torchvision, which its averages do not need
 	$(BIN)/python benchmarks/core.py
 	$(BIN)/python benchmarks/stream.py
 	$(BIN)/python benchmarks/parameters.py

@@ -562,8 +562,8 @@ def main() -> None:
         f"Python {platform.python_version()}, "
         f"{', '.join(f'{name} {version(name)}' for name in packages)}; {processor()}, "
         f"{torch.get_num_threads()} threads (torch's default), {load}; best of {run.rounds} "
-        f"interleaved rounds after {run.warmup} updates, beside the median of cycles of "
-        f"{CYCLE} updates."
+        f"interleaved rounds after {run.warmup} updates (of peers, those of {PATIENCE:.0f} seconds "
+        f"if they are fewer), beside the median of cycles of {CYCLE} updates."
     )
     print(f"{facts}\n{(perf_counter_ns() - begin) / 6e10:.1f} minutes", file=sys.stderr)
     asked = targets(run)

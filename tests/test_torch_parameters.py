@@ -253,22 +253,47 @@ def test_averages_of_bfloat16_move_where_those_of_torch_stand_still():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize(
-    "rule", [AnytimeWindow(10), AnytimeWindow(0.25), RawTail(5, 60)], ids=short
+    ("rule", "when", "steps"),
+    [
+        (AnytimeWindow(10), 30, 60),
+        (AnytimeWindow(0.25), 30, 150),
+        (RawTail(5, 60), 30, 150),
+        (AnytimeWindow(1200), 900, 2500),  # after a fold: the carried rest is bad as well
+    ],
+    ids=str,
 )
-def test_nan_and_infinity_leave_with_their_block(rule, bad):
+def test_nan_and_infinity_leave_with_their_block(rule, when, steps, bad):
     """A weight of 0 times NaN is NaN, so what is no longer needed must not be touched."""
     weight = torch.ones(3)
-    average, alphas = ParameterAverage({"w": weight}, rule), dense(rule, range(1, 151))
-    for t, alpha in alphas.items():
+    alphas = dense(rule, {*range(1, steps, max(1, steps // 150)), when, when + 1, steps})
+    average = ParameterAverage({"w": weight}, rule)
+    for t in range(1, steps + 1):
         weight.fill_(1.0)
-        if t == 30:
+        if t == when:
             weight[1] = bad
         average.update()
-        got = average.averaged_state_dict()["w"]
-        torch.testing.assert_close(got[::2], torch.ones(2))
-        holds = t >= 30 and alpha[29] > 0
-        assert bool(torch.isfinite(got[1])) is not holds, t
+        if t in alphas:
+            got = average.averaged_state_dict()["w"]
+            torch.testing.assert_close(got[::2], torch.ones(2))
+            holds = t >= when and alphas[t][when - 1] > 0
+            assert bool(torch.isfinite(got[1])) is not holds, t
     torch.testing.assert_close(got, torch.ones(3))
+
+
+def test_what_a_fold_rounds_off_is_not_lost():
+    """Late in a long window a fold moves the mean by less than float32 can tell.
+
+    The sums of 256 are exact here, so that only folds round.
+    """
+    steps, weight = 50_000, torch.ones(4)
+    average = ParameterAverage({"w": weight}, AnytimeWindow(1.0))
+    values = np.ones(steps)
+    values[steps // 2 :: 4] += 2.0**-15
+    for value in values.tolist():
+        weight.fill_(value)
+        average.update()
+    got = average.averaged_state_dict()["w"]
+    np.testing.assert_allclose(wide(got), values.mean(), rtol=0, atol=1.5 * 2.0**-23)
 
 
 def test_values_that_only_fit_in_sums_of_many_do_not_overflow():
@@ -321,6 +346,35 @@ def test_tensors_of_any_size_and_many_of_them_are_averaged(rule, layout):
     resumed = ParameterAverage(tensors, rule)
     resumed.load_state_dict(saved(average.state_dict()))
     assert bits(resumed.averaged_state_dict()) == bits(average.averaged_state_dict())
+
+
+@pytest.mark.parametrize("rule", [AnytimeWindow(270), Exponential(270)], ids=short)
+def test_large_tensors_are_averaged_to_their_last_element(rule):
+    """Tensors that are worked on part by part, through a fold and a turn."""
+    steps, tensors = 280, {}
+    for size, kind in (
+        (2**20, torch.float32),
+        (2**21 + 3, torch.float32),
+        (2**20 + 5, torch.bfloat16),
+    ):
+        tensors[f"{size}"] = (1 + torch.arange(size) % 7).to(kind)
+    bases = {name: tensor.clone() for name, tensor in tensors.items()}
+    average, factors = ParameterAverage(tensors, rule), np.repeat([1.0, 2.0, 4.0, 1.0], steps // 4)
+    for t in range(steps):
+        if t and factors[t] != factors[t - 1]:
+            for name, base in bases.items():
+                tensors[name].copy_(base * factors[t])
+        average.update()
+    expected = dense(rule, [steps])[steps] @ factors
+    got = average.averaged_state_dict(dtype=torch.float32)
+    for name, base in bases.items():
+        torch.testing.assert_close(got[name], base.float() * expected, rtol=1e-5, atol=0)
+    with average.average_parameters():
+        for name, base in bases.items():
+            torch.testing.assert_close(
+                tensors[name].float(), base.float() * expected, rtol=4e-3, atol=0
+            )
+    assert all(torch.equal(tensors[name], base) for name, base in bases.items())
 
 
 # Everything at once
@@ -1874,3 +1928,40 @@ def test_an_average_holds_no_history():
         average.update()
     after = {x.untyped_storage().data_ptr() for x in flat_tensors(average.state_dict())}
     assert len(after) <= len(storages)
+
+
+@pytest.mark.parametrize("rule", [AnytimeWindow(20), Exponential(20)], ids=short)
+def test_an_update_that_was_interrupted_is_not_passed_over(rule):
+    """At each operation of an update in turn, one with a fold and a turn."""
+    refused = 0
+    for stop in range(1, 60):
+        model = small().append(nn.Linear(2, 2, dtype=torch.float64))
+        average, _, _ = walked(model, rule, 20)
+        good = saved(average.state_dict())
+        try:
+            with FailAt(stop, KeyboardInterrupt):
+                average.update()
+        except KeyboardInterrupt:
+            pass
+        else:
+            break
+        try:
+            state = average.state_dict()
+        except RuntimeError:
+            refused += 1
+            for call in (
+                average.state_dict,
+                average.update,
+                average.averaged_state_dict,
+                average.copy_to,
+            ):
+                with pytest.raises(RuntimeError, match="interrupted"):
+                    call()
+        else:  # nothing was touched yet
+            assert snapshot(state) == snapshot(good)
+        average.load_state_dict(good)
+        average.update()
+        assert average.count == 21
+    else:
+        raise AssertionError("an update has fewer operations")
+    assert refused > 3

@@ -49,40 +49,46 @@ class AnyTail:
         object.__setattr__(self, "shortest", float(shortest))
 
     @cached_property
-    def _rest(self) -> Fraction:
-        """1 - shortest, as a ratio of whole numbers."""
-        return 1 - Fraction(self.shortest).limit_denominator(10**6)
+    def _part(self) -> tuple[int, int]:
+        """`shortest` as a ratio of whole numbers."""
+        ratio = Fraction(self.shortest).limit_denominator(10**6)
+        return (ratio or Fraction(self.shortest)).as_integer_ratio()
 
     @cached_property
-    def _kept(self) -> Fraction:
-        """What the open block leaves of the stream when it is closed: it stays below `shortest`."""
-        share = min(
-            1.0,
-            (0.5 + 2 * math.log(1 / self.shortest) / (1 - self.shortest)) / (self.accumulators - 1),
-        )
-        return 1 - Fraction(share).limit_denominator(100) * (1 - self._rest)
+    def _share(self) -> Fraction:
+        """The part of the stream that a block has when the next is opened: at most `shortest`.
+
+        Larger blocks are worse as long as they are the newest, smaller ones force more merges: the
+        best share was found by simulation, and this fits it.
+        """
+        c = self.shortest
+        best = (0.3 + 2.0 * math.log(1.0 / c) / (1.0 - c)) / (self.accumulators - 1)
+        thousandths = max(1, min(1000, round(1000 * best)))
+        return Fraction(thousandths, 1000) * Fraction(*self._part)
 
     def closes(self, starts: Sequence[int]) -> int:
-        """The step after which the open block takes no more samples."""
-        return max(starts[-1] + 1, math.ceil(starts[-1] / self._kept))
+        """The step after which the open block takes no more samples: the first with its share."""
+        if len(starts) < self.accumulators:
+            return starts[-1] + 1
+        share = self._share
+        full = -(-starts[-1] * share.denominator // (share.denominator - share.numerator))
+        return max(starts[-1] + 1, full)
 
     def merged(self, starts: Sequence[int], t: int) -> int:
         """The block that is merged with the one before it when a block is opened at step t.
 
-        The one that leaves the least gap. A gap, a block from s to e, is at its worst for a window
-        of a little more than the samples since e, for which all since s are touched, at the
-        first step τ from which on those since e are a window that is allowed: (τ - s) / (τ - e).
+        The two whose joint size is least against the samples since their end: that ratio is what
+        a window that ends inside them touches too much. If no window that is allowed ends there
+        yet, it counts as it will when the first one does.
         """
-        edges = [*starts, t]
-        rest = self._rest
+        p, q = self._part
+        ends = [*starts[2:], t]
 
-        def worst(block: int) -> Fraction:
-            start, end = edges[block - 1], edges[block + 1]
-            # τ = max(t, end / rest), in whole numbers
-            step = max(t * rest.numerator, end * rest.denominator)
-            return Fraction(step - start * rest.numerator, max(1, step - end * rest.numerator))
+        def excess(block: int) -> Fraction:
+            end = ends[block - 1]
+            return Fraction(end - starts[block - 1], max((q - p) * (t - end), p * end))
 
-        return min(range(len(starts) - 1, 0, -1), key=worst)
+        return min(range(1, len(starts)), key=excess)
 
     def uniform_until(self, t: int) -> int:
         """As in `AnytimeWindow`."""

@@ -27,7 +27,8 @@ _SMALL = (
     8192  # elements: below this a call costs more than the addition, so they are added together
 )
 _BATCH = 32767  # elements: up to here torch.cat is one loop
-_PART = 1 << 19  # elements that are worked on at a time: they stay in the cache
+_PART = 1 << 20  # elements that are read at a time: they stay in the shared cache
+_CONVERTED = 1 << 18  # elements that are converted at a time: they stay in that of a core
 _PART_ELSEWHERE = 1 << 22  # on an accelerator, where a call costs more
 
 
@@ -78,6 +79,7 @@ class Accumulators:
         if not (isinstance(dtype, torch.dtype) and dtype in (torch.float32, torch.float64)):
             raise TypeError(f"dtype: expected torch.float32 or torch.float64, got {dtype!r}")
         self.clock = clock_for(rule)
+        self._whole = True  # False during an update
         self.dtype = dtype
         self.device = None if device is None else torch.empty(0, device=device).device
         accumulators = rule.accumulators  # type: ignore[union-attr]
@@ -102,6 +104,8 @@ class Accumulators:
     def add(self) -> None:
         """Take one sample: what the bound tensors hold now."""
         clock = self.clock
+        self._require_whole()
+        self._whole = False
         if clock.due:
             if clock.count > clock.folded:
                 of_mean, of_sum = clock.fold()
@@ -115,6 +119,14 @@ class Accumulators:
         for group in self._groups:
             group.add(factor)
         clock.tick()
+        self._whole = True
+
+    def _require_whole(self) -> None:
+        if not self._whole:
+            raise RuntimeError(
+                "the average is not whole: an update was interrupted and has reached only a part "
+                "of it; load_state_dict() a saved state, or begin a new average"
+            )
 
     def read(
         self,
@@ -126,6 +138,7 @@ class Accumulators:
 
         What is overwritten next is first handed to `before`.
         """
+        self._require_whole()
         for group in self._groups:
             group.read(terms, into, before)
 
@@ -144,6 +157,7 @@ class Accumulators:
 
     def state_dict(self, like: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
         """The state in the layout of `tailavg.state`, its tensors sharded as those of `like`."""
+        self._require_whole()
         blocks, partial = (
             [
                 {name: sharded_like(view, like[name]) for name, view in views.items()}
@@ -196,8 +210,10 @@ class Accumulators:
             copies += [(views[name], local(saved[name])) for name in views]
         layout.check_steps(state["count"], state["starts"], state["folded"])
         self.clock.restore(state["count"], state["starts"], state["folded"])
+        self._whole = False
         for view, value in copies:
             view.copy_(value)
+        self._whole = True
 
     def to(
         self, device: torch.device | str | int | None, tensors: Mapping[str, Tensor]
@@ -278,7 +294,8 @@ class _Group:
                 plan.whole[0].append(total)
                 plan.whole[1].append(flat)
             elif flat.dim() == 1:
-                parts += zip(_split(total, self._part), _split(flat, self._part), strict=True)
+                size = min(self._part, _CONVERTED) if flat.device == self.device else self._part
+                parts += zip(_split(total, size), _split(flat, size), strict=True)
             else:
                 plan.odd.append((total, flat))
         room = 0

@@ -14,7 +14,7 @@ from tailavg import profile as profiles
 from tailavg.anytail import AnyTail
 from tailavg.rules import Rule, as_rule
 from tailavg.torch.accumulators import Accumulators
-from tailavg.torch.tracking import Buffers, Tracking, outside_autograd, unwrap
+from tailavg.torch.tracking import Buffers, Tracking, is_sharded, outside_autograd, unwrap
 from tailavg.windows import AnyWindow
 
 __all__ = ["AveragedModel"]
@@ -58,8 +58,13 @@ class AveragedModel(Module):
         rule = as_rule(rule)
         if isinstance(rule, AnyTail):
             raise TypeError(
-                f"rule: expected one with a window, since a module has one set of weights, got {rule};"
-                " ParameterAverage reads any window of it"
+                "rule: expected one with a window, since a module has one set of weights, got "
+                f"{rule}; ParameterAverage reads any window of it"
+            )
+        if any(map(is_sharded, model.parameters())):
+            raise TypeError(
+                "model: expected one that can be copied, got a sharded one; ParameterAverage "
+                "averages it without a copy"
             )
         self._stale = False  # whether the module is behind the accumulators
         self.use_buffers = use_buffers
