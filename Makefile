@@ -28,6 +28,7 @@ bench: $(STAMPS)/bench
 	$(PIP) --no-deps timm  # without torchvision, which its averages do not need
 	$(BIN)/python benchmarks/core.py
 	$(BIN)/python benchmarks/stream.py
+	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/parameters.py
 
 clean:

@@ -1,17 +1,23 @@
 """Draw the figures of the documentation, with the library: `make figures`."""
 
+import csv
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 from matplotlib import pyplot as plt
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
 
-from tailavg import AnytimeWindow, ExactWindow, Exponential, TailAverage
+from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, TailAverage
+from tailavg.schedule import advance
 
 plt.switch_backend("Agg")
 plt.style.use("tableau-colorblind10")
 plt.rcParams["svg.hashsalt"] = "tailavg"  # the same file from the same data
 
 FOLDER = Path(__file__).parent / "figures"
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 
 
 def average(rule: object, t: int) -> TailAverage:
@@ -69,6 +75,86 @@ def turns() -> None:
     save(figure, "turns.svg")
 
 
+def blocks() -> None:
+    """How the blocks of `AnyTail` merge as the stream goes on, and what windows read of them."""
+    rule, last, at = AnyTail(8), 120, 100
+    windows = {0.1: "C1", 0.3: "C0", 0.6: "#8b2f8f"}
+    figure, (above, below) = plt.subplots(
+        2, 1, figsize=(9, 7), height_ratios=(3, 1), sharex=True, layout="constrained"
+    )
+    lives: dict[tuple[int, int], tuple[int, int]] = {}  # a block, the steps at which it is there
+    for t in range(1, last + 1):
+        starts = advance(rule, [0], t)
+        above.add_patch(Rectangle((starts[-1], t - 1), t - starts[-1], 1, color="#f2b705", lw=0.5))
+        for block in pairwise(starts):
+            lives[block] = (lives.get(block, (t,))[0], t)
+    shades = plt.colormaps["GnBu"]
+    for (start, end), (since, until) in lives.items():
+        shade = shades(0.25 + 0.65 * np.log(end - start) / np.log(last / 2))
+        box = (start, since - 1), end - start, until - since + 1
+        above.add_patch(Rectangle(*box, facecolor=shade, edgecolor="white", lw=0.9))
+    for window, colour in windows.items():
+        above.plot([0, (1 - window) * last], [0, last], color=colour, lw=1.6, ls="--")
+        above.annotate(
+            f"the last {window:.0%}", ((1 - window) * 112, 112), color=colour, ha="right",
+            xytext=(-8, 0), textcoords="offset points", va="center", weight="bold",
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
+        )  # fmt: skip
+    above.axhline(at, color="0.3", lw=1, ls=":")
+    above.set(xlim=(0, last), ylim=(last, 0), ylabel="step t, downwards")
+    above.set_title("8 accumulators: yellow is the open block, the others are darker the longer")
+    average = TailAverage(rule)
+    average.update_many(np.zeros(at))
+    for edge in advance(rule, [0], at):
+        below.axvline(edge, color="0.85", lw=0.9)
+    for window, colour in windows.items():
+        weights = window * at * average.weights(window)
+        below.stairs(weights, np.arange(at + 1), color=colour, lw=1.8, label=f"{window:.0%}")
+    below.axvline(at, color="0.85", lw=0.9)
+    below.axhline(1, color="0.6", lw=1, ls=":")
+    below.set(xlabel="sample", ylabel="weight / even weight", ylim=(0, 1.5))
+    below.legend(title=f"read at t = {at}", loc="upper left")
+    save(figure, "blocks.svg")
+
+
+def overhead() -> None:
+    """How many samples `AnyTail` touches for each that is asked for, by number of accumulators."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    steps = np.geomspace(1000, 10_000, 700).astype(int)
+    fractions = np.arange(10, 101) / 100
+    for accumulators, colour in ((6, "C1"), (8, "C5"), (12, "C0"), (24, "C2")):
+        worst, starts = [], [0]
+        for t in steps.tolist():
+            starts = advance(AnyTail(accumulators), starts, t)
+            held = t - np.array(starts[::-1])
+            touched = held[np.searchsorted(held, fractions * t * (1 - 1e-12))]
+            worst.append((touched / (fractions * t)).max())
+        left.semilogx(steps, worst, color=colour, lw=1.2, label=f"{accumulators}")
+    left.xaxis.set_major_locator(FixedLocator([1000, 2000, 5000, 10_000]))
+    left.xaxis.set_major_formatter(ScalarFormatter())
+    left.xaxis.set_minor_locator(NullLocator())
+    left.set(xlabel="step t", ylabel="samples touched / asked for", ylim=(1, 2.55))
+    left.set_title("the worst window, at each step")
+    left.legend(title="accumulators", ncols=4, loc="upper center")
+    with (RESULTS / "overhead.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["shortest"] == "0.1"]
+    rows = [row for row in rows if row["last t"] == "1000000000"]
+    numbers = [int(row["accumulators"]) for row in rows]
+    for column, name, style in (
+        ("worst, all fractions", "the worst ever", {"color": "C0", "marker": "o"}),
+        ("bound", "a bound for any schedule", {"color": "0.5", "linestyle": ":"}),
+        ("mean", "the mean", {"color": "C1", "marker": "s"}),
+    ):
+        right.plot(numbers, [float(row[column]) for row in rows], label=name, ms=4, **style)
+    right.plot([6, 8, 10, 12], [2.05, 1.70, 1.55, 1.43], "kx", ms=6, label="best schedule known")
+    right.set(xlabel="accumulators", ylim=(1, 2.55), xticks=numbers)
+    right.set_title("over all windows and steps")
+    right.legend()
+    save(figure, "overhead.svg")
+
+
 if __name__ == "__main__":
     weights()
     turns()
+    blocks()
+    overhead()

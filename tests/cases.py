@@ -125,13 +125,13 @@ def chunks(steps: int):
     )
 
 
-def take(average, kind: Kind, xs: np.ndarray, method: str):
+def take(average, kind: Kind, xs: np.ndarray, method: str, *window):
     """Hand over samples by one of the three methods; the averages after each, or the last."""
     if method == "scan":
-        return average.scan(xs)
+        return average.scan(xs, *window)
     if method == "update_many":
         average.update_many(xs)
     else:
         for x in kind.each(xs):
             average.update(x)
-    return average.value()
+    return average.value(*window)

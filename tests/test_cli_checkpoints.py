@@ -148,6 +148,27 @@ def test_methods_and_windows(tmp_path, options, weights):
     assert_close(tmp_path / "average.safetensors", expected, tensors(1))
 
 
+@pytest.mark.parametrize("method", ["exact", "exponential", "anytime"])
+def test_several_windows_are_those_of_several_runs(tmp_path, method):
+    names = save_run(tmp_path, STEPS)
+    options = [*names, "--method", method]
+    said = done(tmp_path, *options, "--windows", "0.5, 3,1.0", "-o", "all-{window}.safetensors")
+    assert [line.partition(":")[0] for line in said.splitlines()] == [
+        f"all-{window}.safetensors" for window in ("0.5", "3", "1.0")
+    ]
+    for window in ("0.5", "3", "1.0"):
+        alone = done(tmp_path, *options, "--window", window, "-o", "one.safetensors")
+        assert alone.replace("one", f"all-{window}") in said
+        one, same = tmp_path / "one.safetensors", tmp_path / f"all-{window}.safetensors"
+        assert one.read_bytes() == same.read_bytes()
+
+
+def test_one_of_several_windows_needs_no_place_in_the_name(tmp_path):
+    names = save_run(tmp_path, [1, 2])
+    said = done(tmp_path, *names, "--windows", "0.50", "-o", "average.safetensors")
+    assert said.startswith("average.safetensors: the average of 1 of 2")
+
+
 def test_order(tmp_path):
     names = save_run(tmp_path, [2, 10, 9])
     for age, name in enumerate(["step-10.safetensors", "step-9.safetensors"]):
@@ -220,6 +241,8 @@ def test_memory_of_thirty_files_is_near_one(tmp_path, shapes):
     grew = peak(tmp_path, *names, "--window", "1.0", "-o", "average.safetensors")
     assert grew < 1.5 * one
     assert load_file(tmp_path / "average.safetensors")["0"].flat[-1] == 14.5
+    options = ["--windows", "0.5,1.0", "-o", "average-{window}.safetensors"]
+    assert peak(tmp_path, *names, *options) < 2 * 1.5 * one
 
 
 def test_a_progress_bar_on_a_terminal(tmp_path):
@@ -334,6 +357,12 @@ def test_wrong_command_lines(tmp_path):
         ([*names, "--window", "1", "-o", "no/a.safetensors"], "expected an existing folder"),
         ([*names, "final.safetensors", *ARGUMENTS], "--sort name or --sort mtime"),
         ([*names, *ARGUMENTS, "--accumulators", "3"], "goes with --method anytime"),
+        ([*names, "-o", "a.safetensors"], "either --window or --windows, got none"),
+        ([*names, *ARGUMENTS, "--windows", "1"], "either --window or --windows, got both"),
+        ([*names, "--windows", "1,0.5", "-o", "a.safetensors"], "expected {window} in the name"),
+        ([*names, "--windows", "1,1", "-o", "{window}.safetensors"], "got 1 twice"),
+        ([*names, "--windows", "5,2", "-o", "step-{window}.safetensors"], "which is one of them"),
+        ([*names, "--windows", "5,2", "-o", "{window}/a.safetensors"], "an existing folder"),
     ):
         assert said in failed(tmp_path, *arguments, code=2)
 
@@ -342,6 +371,15 @@ def test_an_output_that_cannot_be_written_is_left_as_it_was(tmp_path):
     names = save_run(tmp_path, [1, 2])
     (tmp_path / "average.safetensors").mkdir()
     assert "average.safetensors" in failed(tmp_path, *names, *ARGUMENTS)
+
+
+def test_of_several_outputs_all_are_written_or_none(tmp_path):
+    names = save_run(tmp_path, [1, 2])
+    (tmp_path / "average-2.safetensors").mkdir()
+    (tmp_path / "average-1.safetensors").write_bytes(b"older")
+    arguments = [*names, "--windows", "1,2,0.5", "-o", "average-{window}.safetensors"]
+    assert "average-2.safetensors: Is a directory" in failed(tmp_path, *arguments)
+    assert (tmp_path / "average-1.safetensors").read_bytes() == b"older"
 
 
 def test_an_older_output_is_replaced_only_by_a_whole_one(tmp_path):
@@ -423,6 +461,18 @@ def test_torch_files(tmp_path):
     assert got["history"][1] == {"lr": 0.1}
     assert got["step"] == 10
     assert (tmp_path / "step-10.pt").read_bytes() == kept
+
+
+def test_several_windows_of_torch_files(tmp_path):
+    torch, names = torch_run(tmp_path, [2, 9, 10], a_tree)
+    done(tmp_path, *names, "--windows", "2,1.0", "-o", "all-{window}.pt")
+    for window in ("2", "1.0"):
+        done(tmp_path, *names, "--window", window, "-o", "one.pt")
+        one, same = (torch.load(tmp_path / f"{name}.pt") for name in ("one", f"all-{window}"))
+        for name, tensor in one["model"].items():
+            assert torch.equal(tensor, same["model"][name])
+        assert torch.equal(one["history"][0], same["history"][0])
+        assert same["model"]["head"].data_ptr() == same["model"]["embedding"].data_ptr()
 
 
 def test_torch_memory_of_thirty_files_is_near_one(tmp_path):

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from model import weight_matrix
-from tailavg import AnytimeWindow, ExactWindow, Exponential, Growing, TailAverage
+from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, Growing, TailAverage
 from tailavg.cli.lines import column, format_numbers, parse_numbers
 
 COMMAND = [sys.executable, "-m", "tailavg", "stream"]
@@ -98,6 +98,57 @@ def test_every_nth():
     assert done("-w", "0.25", "--every", "7", text=lines(NUMBERS)).split() == every[6::7]
 
 
+# Several windows
+
+
+def any_tail(rule, windows, numbers):
+    """What is read of one average after each number, a list for each window."""
+    average = TailAverage(rule)
+    rows = []
+    for number in numbers:
+        average.update(float(number))
+        rows.append([average.value(window) for window in windows])
+    return [list(column) for column in zip(*rows, strict=True)]
+
+
+def columns(text):
+    rows = [line.split("\t") for line in text.splitlines()]
+    return [list(cells) for cells in zip(*rows, strict=True)]
+
+
+def test_several_windows():
+    found = columns(done("--windows", "0.5,20,0.1, 1.0,1", text=lines(NUMBERS)))
+    half, last_20, tenth, every, last = found
+    fractions = any_tail(AnyTail(12, 0.1), [0.5, 0.1, 1.0], NUMBERS)
+    for column_, averages in zip([half, tenth, every], fractions, strict=True):
+        assert close(" ".join(column_), averages)
+    assert last_20 == done("--window", "20", text=lines(NUMBERS)).split()
+    assert close(" ".join(every), expected(ExactWindow(1.0), NUMBERS))
+    assert close(" ".join(last), [float(number) for number in NUMBERS])
+
+
+def test_several_windows_and_accumulators():
+    text = done("--windows", "0.3,0.7", "--accumulators", "6", text=lines(NUMBERS))
+    for found, averages in zip(
+        columns(text), any_tail(AnyTail(6, 0.3), [0.3, 0.7], NUMBERS), strict=True
+    ):
+        assert close(" ".join(found), averages)
+    assert close(done("--windows", "1.0", text=lines(NUMBERS)), expected(ExactWindow(1.0), NUMBERS))
+
+
+def test_several_windows_and_every_nth():
+    every = done("--windows", "10,0.25", text=lines(NUMBERS)).splitlines()
+    shown = done("--windows", "10,0.25", "--every", "7", text=lines(NUMBERS)).splitlines()
+    assert shown == every[6::7]
+
+
+def test_a_nan_in_some_of_several_windows():
+    numbers = ["1"] * 100 + ["nan"] + ["3"] * 899
+    tenth, count, every = columns(done("--windows", "0.1,50,1.0", text=lines(numbers)))
+    assert tenth[100] == count[100] == every[100] == "nan"
+    assert [tenth[-1], count[-1], every[-1]] == ["3", "3", "nan"]
+
+
 # Text to numbers and back
 
 
@@ -149,6 +200,18 @@ def test_numbers_are_written_as_printf_does():
     )
     for part in (numbers, numbers[-120:], numbers[-100:-90], numbers[:1]):
         assert format_numbers(part).decode() == "".join(f"{x:.12g}\n" for x in part.tolist())
+
+
+def test_rows_of_numbers_are_written_with_tabs():
+    for rows in (
+        RANDOM.normal(size=(9000, 3)),
+        np.array([[1.5, math.nan, -1.23456789012e-300], [math.inf, 0.0, 1e15]]),
+        np.full((3, 2), math.nan),
+        np.ones((1, 20_000)),
+        np.empty((0, 2)),
+    ):
+        texts = ["\t".join(f"{x:.12g}" for x in row) for row in rows.tolist()]
+        assert format_numbers(rows).decode() == lines(texts)
 
 
 def test_a_column_of_cells():
@@ -235,6 +298,29 @@ def test_plain_numbers_as_csv_and_json_lines():
         {"value": 1, "average": 1},
         {"value": None, "average": None},
     ]
+
+
+def test_several_windows_of_columns_and_keys():
+    options = ["--windows", "0.5,10", "--by", "run", "--output"]
+    text = done(*options, "csv", "-c", "loss", "-c", "step", text=CSV)
+    rows = list(csv.DictReader(io.StringIO(text)))
+    names = ["loss_average_0.5", "loss_average_10", "step_average_0.5", "step_average_10"]
+    assert list(rows[0]) == ["step", "loss", "run", *names]
+    for run_ in ("train", "eval, slow"):
+        mine = [row for row in rows if row["run"] == run_]
+        for column_ in ("loss", "step"):
+            numbers = [row[column_] for row in mine]
+            (half,) = any_tail(AnyTail(12, 0.5), [0.5], numbers)
+            assert close(" ".join(row[f"{column_}_average_0.5"] for row in mine), half)
+            ten = expected(AnytimeWindow(10), numbers)
+            assert close(" ".join(row[f"{column_}_average_10"] for row in mine), ten)
+    text = done(*options, "jsonl", "-f", "loss", "-f", "step", text=JSON)
+    objects = [json.loads(line) for line in text.splitlines()]
+    assert [[f"{x[name]:.12g}" for name in names] for x in objects] == [
+        [row[name] for name in names] for row in rows
+    ]
+    text = done("--windows", "0.5,10", "--output", "csv", text="1\n2\n")
+    assert text == "value,average_0.5,average_10\n1,1,1\n2,2,1.5\n"
 
 
 # Odd input
@@ -386,7 +472,15 @@ def test_an_average_that_is_there_already():
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ([], "--window"),
+        ([], "expected either --window or --windows, got none"),
+        (["-w", "2", "--windows", "3"], "expected either --window or --windows, got both"),
+        (["--windows", "2,much"], "much"),
+        (["--windows", "0.5,2,.50"], "expected each once, got .50 twice"),
+        (["--windows", "2,"], "''"),
+        (["--windows", "0.5", "--method", "exact"], "--method exact goes with --window"),
+        (["--windows", "0.5", "--at-most", "9"], "--at-most goes with --window"),
+        (["--windows", "0.5", "--accumulators", "5"], "expected an int >= 6, got 5"),
+        (["--windows", "2", "--accumulators", "6"], "--accumulators goes with fractions"),
         (["-w", "0"], "window"),
         (["-w", "much"], "much"),
         (["-w", "2", "-c", "x", "-f", "x"], "give one of them"),
@@ -473,12 +567,18 @@ METHODS = [
     ["-w", "0.25", "--method", "exponential"],
     ["-w", "100", "--method", "exponential"],
     ["-w", "50", "--method", "exact"],
+    ["--windows", "0.1,1000,0.5,1.0"],
 ]
 
 
 @pytest.mark.parametrize(
     ("options", "odd"),
-    [*((method, None) for method in METHODS), (METHODS[0], "nan"), (METHODS[4], "inf")],
+    [
+        *((method, None) for method in METHODS),
+        (METHODS[0], "nan"),
+        (METHODS[4], "inf"),
+        (METHODS[6], "nan"),
+    ],
 )
 def test_stop_and_go_is_never_stopping(tmp_path, options, odd):
     """To the byte, wherever it is cut."""
@@ -513,6 +613,17 @@ def test_stop_and_go_with_columns_and_keys(tmp_path, option, text, by, output):
     parts = [
         done(*options, "--state", tmp_path / "state", text=lines(rows[start:end]))
         for start, end in pairwise([0, 1, 100, len(rows)])
+    ]
+    assert "".join(parts) == whole
+
+
+def test_stop_and_go_with_several_windows_of_columns_and_keys(tmp_path):
+    options = ["--windows", "0.25,5,1.0", "-c", "loss", "-c", "step", "--by", "run"]
+    whole = done(*options, text=CSV)
+    rows = CSV.splitlines()
+    parts = [
+        done(*options, "--state", tmp_path / "state", text=lines(rows[start:end]))
+        for start, end in pairwise([0, 100, len(rows)])
     ]
     assert "".join(parts) == whole
 
@@ -576,6 +687,8 @@ def test_a_bad_row_leaves_the_state_of_what_came_before(tmp_path):
         (["-w", "3", "--method", "exact"], "rule was"),
         (["-w", "3", "-c", "x"], "input was plain, is csv"),
         (["-w", "3", "--output", "csv"], "output was plain, is csv"),
+        (["--windows", "3"], "averages was ['average'], is ['average_3']"),
+        (["--windows", "3,0.5"], "rule was"),
     ],
 )
 def test_a_state_of_other_options_is_refused(tmp_path, other, told):
@@ -588,6 +701,16 @@ def test_a_state_of_other_options_is_refused(tmp_path, other, told):
     assert state.read_bytes() == saved
 
 
+def test_a_state_of_other_windows_is_refused(tmp_path):
+    state = tmp_path / "state"
+    done("--windows", "0.1,0.5", "--state", state, text="1\n2\n")
+    for other in ("0.1,0.6", "0.5,0.1", "0.1,0.5,1.0"):
+        _, said = failed("--windows", other, "--state", state, text="1\n")
+        assert "averages was ['average_0.1', 'average_0.5'], is" in said
+    _, said = failed("--windows", "0.1,0.5", "--accumulators", "6", "--state", state, text="1\n")
+    assert "rule was" in said
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -597,15 +720,17 @@ def test_a_state_of_other_options_is_refused(tmp_path, other, told):
         lambda _: "{}",
         lambda _: "\x80\x00",
         lambda text: text.replace('"version": 1', '"version": 2', 1),
-        lambda text: text.replace('"count": 0', '"count": 7'),
-        lambda text: text.replace('"samples": [1.0', '"samples": ["one"'),
-        lambda text: text.replace('"samples": [1.0', '"samples": [[1.0]'),
+        lambda text: text.replace('"count": 8', '"count": 7'),
+        lambda text: text.replace('"samples": [9.0', '"samples": ["one"'),
+        lambda text: text.replace('"samples": [9.0', '"samples": [[9.0]'),
+        lambda text: text.replace('"samples": [9.0', '"samples": [9.0, 9.0'),
+        lambda text: text.replace('"averages": [{', '"averages": [], "more": [{'),
         lambda text: text.replace('"series": {"": [{', '"series": {"": [], "a": [{'),
     ],
 )
 def test_a_damaged_state_is_refused(tmp_path, damage):
     state = tmp_path / "state"
-    done("-w", "3", "--state", state, text="1\n2\n")
+    done("-w", "3", "--state", state, text=lines(range(1, 10)))
     damaged = damage(state.read_text())
     assert damaged != state.read_text()
     state.write_text(damaged, encoding="latin-1")

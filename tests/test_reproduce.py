@@ -15,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from model import averages, weight_matrix
+from tailavg import TailAverage
 from tailavg.cli import app
 from tailavg.experiments import figures
 from tailavg.experiments.claims import (
@@ -29,11 +30,14 @@ from tailavg.experiments.claims import (
     sweep,
 )
 from tailavg.experiments.regression import (
+    EVERY_TAIL,
+    FRACTIONS,
     Curve,
     DivergedError,
     Problem,
     Regression,
     measure,
+    measure_tails,
     methods,
     turns,
 )
@@ -46,8 +50,9 @@ FILES = [
     "claims.json",
     "claims.md",
     "curves.csv",
-    *(f"figure{n}.{kind}" for n in range(1, 5) for kind in ("png", "svg")),
+    *(f"figure{n}.{kind}" for n in range(1, 6) for kind in ("png", "svg")),
     "report.html",
+    "tails.csv",
 ]
 
 
@@ -122,6 +127,22 @@ def test_errors_are_those_of_brute_force_averages(curve, rule):
     weights = weight_matrix(rule, SMALL.batches)
     expected = Regression(SMALL).excess(averages(weights, iterates(SMALL)))
     np.testing.assert_allclose(measure(SMALL, {curve: rule})[curve], expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("chunk", [1, 17 * 12, 10**9])
+def test_every_tail_has_the_error_of_its_dense_weights(chunk, monkeypatch):
+    monkeypatch.setattr("tailavg.experiments.regression.CHUNK", chunk)
+    tails, w = measure_tails(SMALL), iterates(SMALL)
+    average = TailAverage(EVERY_TAIL)
+    for t in range(1, SMALL.batches + 1):
+        average.update(0.0)
+        for i, fraction in enumerate(FRACTIONS):
+            value = np.tensordot(average.weights(fraction), w[:t], axes=1)
+            errors = Regression(SMALL).excess(value)
+            got = tails.error[i, t - 1], tails.standard_error[i, t - 1]
+            assert got == pytest.approx((errors.mean(), errors.std(ddof=1) / 3**0.5))
+    assert (tails.least == tails.error[tails.best, np.arange(SMALL.batches)]).all()
+    assert (tails.least <= tails.error).all()
 
 
 def test_the_same_seed_gives_the_same_errors_and_another_does_not():
@@ -314,13 +335,28 @@ def test_the_curves_are_the_errors(folder):
         assert rows[curve, 30][:3] == pytest.approx([mean, error, ratio], rel=1e-5)
 
 
+def test_the_tails_are_their_errors_and_one_is_best_at_each_step(folder):
+    lines = (folder / "tails.csv").read_text().splitlines()
+    assert lines[0] == "fraction,t,error,standard_error,ratio_to_best,is_best"
+    rows = np.array([[float(cell) for cell in line.split(",")] for line in lines[1:]])
+    tails = measure_tails(replace(SMALL, seed=0))
+    table = rows.reshape(len(FRACTIONS), SMALL.batches, 6)
+    np.testing.assert_array_equal(table[:, 0, 0], FRACTIONS)
+    np.testing.assert_array_equal(table[0, :, 1], np.arange(1, 61))
+    np.testing.assert_allclose(table[..., 2], tails.error, rtol=1e-5)
+    np.testing.assert_allclose(table[..., 3], tails.standard_error, rtol=1e-5)
+    np.testing.assert_allclose(table[..., 4], tails.error / tails.least, rtol=1e-5)
+    np.testing.assert_array_equal(table[..., 5].sum(axis=0), 1)
+    assert (table[..., 4][table[..., 5] == 1] == 1).all()
+
+
 def test_the_page_needs_nothing_else_and_suits_phones_and_the_dark(folder):
     page = (folder / "report.html").read_text()
     assert '<meta name="viewport" content="width=device-width' in page
     assert "prefers-color-scheme: dark" in page
     assert not re.search(r'(src|href)="(?!#)|<link|<script|@import|url\((?!#)', page)
     assert figures.INK not in page.partition("</style>")[2]
-    assert page.count("<svg") == 4 + 4 + 8 + 3
+    assert page.count("<svg") == 4 + 4 + 8 + 3 + 3
     for claim in CLAIMS:
         assert page.count(claim.sentence) == 2  # the claims, and the sweep
     assert "Not in the paper, and chosen here" in page

@@ -1,5 +1,6 @@
 """The examples of `tailavg.torch` run, in their reduced form, and show what they claim to show."""
 
+import importlib.util
 import math
 import os
 import re
@@ -17,9 +18,11 @@ ROOT = Path(__file__).parent.parent
 TAILS = ("last 10 %", "last 25 %", "last 50 %", "last 500 steps")
 
 
-def example(name, *options):
+def example(name, *options, env=None):
     script = ROOT / "examples" / f"{name}.py"
-    return subprocess.run([sys.executable, script, *options], capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, script, *options], capture_output=True, text=True, env=env
+    )
 
 
 def table(text, title):
@@ -59,6 +62,53 @@ def test_digits(tmp_path):
         assert accuracies[name][-1] > 90
     assert picture.stat().st_size > 10_000
     assert "EMA 0.999" in picture.read_text()
+
+
+@pytest.mark.parametrize(
+    "installed",
+    [
+        pytest.param(
+            True,
+            marks=pytest.mark.skipif(
+                importlib.util.find_spec("ema_pytorch") is None,
+                reason="ema-pytorch is not installed: the example leaves post-hoc EMA out",
+            ),
+        ),
+        False,
+    ],
+)
+def test_every_tail(tmp_path, installed):
+    env = None
+    if not installed:
+        (tmp_path / "ema_pytorch.py").write_text("raise ModuleNotFoundError\n")
+        paths = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    picture = tmp_path / "new" / "every-tail.svg"
+    run = example("every_tail", "--quick", "--output", picture, env=env)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith("5 epochs of 63 steps")
+    assert ("ema-pytorch is not installed" in run.stdout) != installed
+    rows = table(run.stdout, "test loss")
+
+    tails = ["best tail", "last 10 %", "last 25 %", "last 50 %", "all steps"]
+    posthoc = ["post-hoc EMA"] if installed else []
+    assert list(rows) == [*tails, "last iterate", "Two-Tailed", *posthoc]
+    for *losses, won, _, _, _ in rows.values():
+        assert len(losses) == 2
+        assert all(0 < loss < 1 for loss in losses)
+        assert won in (0, 1)
+    assert sum(row[2] for row in rows.values()) == 1
+    took = {name: row[3:] for name, row in rows.items()}  # in memory, on disk, evaluations
+    assert took["best tail"] == [13, 0, 19]
+    assert took["last 25 %"] == [4, 0, 0]
+    assert took["Two-Tailed"] == [2, 0, 15]
+    if installed:
+        assert took["post-hoc EMA"] == [2, 10, 19]
+    (winner,) = re.findall(r"^The lowest loss at epoch 5: (.*)$", run.stdout, re.MULTILINE)
+    assert rows[winner][1] == min(row[1] for row in rows.values())
+    assert rows["best tail"][0] < rows["last iterate"][0]  # before the learning rate drops
+    assert picture.stat().st_size > 10_000
+    assert ("post-hoc EMA" in picture.read_text()) == installed
 
 
 def test_a_resumed_run_is_the_unbroken_one_to_the_bit(tmp_path):
@@ -117,3 +167,38 @@ def test_whatever_is_not_restored_is_found_out(tmp_path, monkeypatch, capsys):
         capsys.readouterr()
         assert resume.compare(unbroken, resumed) == (forgotten is None)
         assert different(capsys.readouterr().out) == expected
+
+
+@pytest.mark.usefixtures("torch_settings")
+def test_two_tailed_averaging_follows_the_paper(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    every_tail = SimpleNamespace(**runpy.run_path(ROOT / "examples" / "every_tail.py"))
+
+    def follow(*evaluations):
+        """What is used after each, if these are the losses: of the iterate, the short, the long."""
+        model = torch.nn.Linear(1, 1, bias=False)
+        method = every_tail.TwoTailed(model, 2)
+        step = 0
+        for raw, short, long in evaluations:
+            for _ in range(2):
+                step += 1
+                torch.nn.init.constant_(model.weight, step)
+                method.update()
+            losses = {
+                id(model): raw,
+                id(method.short.mean.module): short,
+                id(method.long.mean.module): long,
+            }
+            used = method.adapt(lambda network, losses=losses: (losses[id(network)], None))
+            yield used.weight.item()
+
+    # steps 1–2, 1–4; then 3–6, as good as 1–6; 3–8; and the last iterate, better than 3–10
+    switches = [(9, 5, 5), (9, 5, 4), (9, 3, 3), (9, 4, 2), (1, 4, 2)]
+    assert list(follow(*switches)) == [1.5, 2.5, 4.5, 5.5, 10]
+    # the long one has no lower loss three times: the short one, of 3–8, takes its place
+    assert list(follow((9, 5, 5), (9, 8, 5), (9, 7, 5), (9, 6, 5)))[2:] == [3.5, 5.5]
+    # the short one has none: it starts anew, with 11–12
+    short = [(9, 5, 5), (9, 7, 4), (9, 8, 3), (9, 8, 2), (9, 8, 1), (9, 1, 1)]
+    assert list(follow(*short))[4:] == [5.5, 11.5]
+    # the iterate was better from the start: both start anew
+    assert list(follow((1, 5, 5), (9, 5, 5))) == [2, 3.5]

@@ -32,8 +32,8 @@ class AnyTail:
         >>> from tailavg import TailAverage
         >>> average = TailAverage(AnyTail())
         >>> average.update_many(range(1000))
-        >>> average.value(0.25), average.value(0.5), average.value(1.0)
-        (874.5, 749.5, 499.5)
+        >>> [round(average.value(c), 1) for c in (0.25, 0.5, 1.0)]  # of 874.5, 749.5, 499.5
+        [877.0, 751.1, 499.5]
     """
 
     accumulators: int = 12
@@ -44,15 +44,16 @@ class AnyTail:
         shortest = self.shortest
         if isinstance(shortest, bool | np.bool_) or not isinstance(shortest, Real):
             raise TypeError(f"shortest: expected a fraction in (0, 1), got {shortest!r}")
-        if not 0 < shortest < 1:
-            raise ValueError(f"shortest: expected a fraction in (0, 1), got {shortest!r}")
+        if not (1e-6 <= shortest < 1 and float(shortest) < 1):
+            raise ValueError(f"shortest: expected a fraction in [0.000001, 1), got {shortest!r}")
         object.__setattr__(self, "shortest", float(shortest))
 
     @cached_property
     def _part(self) -> tuple[int, int]:
         """`shortest` as a ratio of whole numbers."""
         ratio = Fraction(self.shortest).limit_denominator(10**6)
-        return (ratio or Fraction(self.shortest)).as_integer_ratio()
+        exact = abs(float(ratio) - self.shortest) <= 2.0**-52 * self.shortest
+        return (ratio if exact else Fraction(self.shortest)).as_integer_ratio()
 
     @cached_property
     def _share(self) -> Fraction:
@@ -82,13 +83,12 @@ class AnyTail:
         yet, it counts as it will when the first one does.
         """
         p, q = self._part
-        ends = [*starts[2:], t]
-
-        def excess(block: int) -> Fraction:
-            end = ends[block - 1]
-            return Fraction(end - starts[block - 1], max((q - p) * (t - end), p * end))
-
-        return min(range(1, len(starts)), key=excess)
+        best, least, since = 0, 1, 0  # their size and the samples since, of the best so far
+        for block, end in enumerate([*starts[2:], t], start=1):
+            size, after = end - starts[block - 1], max((q - p) * (t - end), p * end)
+            if size * since < least * after:  # the ratios, compared in whole numbers
+                best, least, since = block, size, after
+        return best
 
     def uniform_until(self, t: int) -> int:
         """As in `AnytimeWindow`."""

@@ -15,7 +15,7 @@ from tailavg.profile import Profile, dense_weights, profile, reading
 from tailavg.rules import Rule, WindowRule, as_rule
 from tailavg.windows import AnyWindow, Reals
 
-__all__ = ["TailAverage"]
+__all__ = ["TailAverage", "numbers"]
 
 NanPolicy = Literal["propagate", "raise", "omit"]
 Array = npt.NDArray[Any]
@@ -287,8 +287,8 @@ class TailAverage:
                 raise ValueError(f"state: dtype: expected that of {count} samples, got None")
             layout.check_steps(count, starts, folded)
             try:
-                blocks = _numbers(state["blocks"], "state: blocks")
-                partial = _numbers(state["partial"], "state: partial")
+                blocks = numbers(state["blocks"], "state: blocks")
+                partial = numbers(state["partial"], "state: partial")
             except TypeError as error:
                 raise ValueError(*error.args) from error
             shape = blocks.shape[1:]
@@ -365,7 +365,7 @@ class TailAverage:
 
     def _take(self, x: Any) -> Any:
         """A sample, checked, as a storage holds it; None if it is to be left out."""
-        sample = _numbers(x, "sample")
+        sample = numbers(x, "sample")
         self._check_kind(sample.shape, sample.dtype)
         if self._nan_policy != "propagate" and np.isnan(sample).any():
             if self._nan_policy == "raise":
@@ -377,7 +377,7 @@ class TailAverage:
 
     def _take_rows(self, xs: Any) -> tuple[Array, npt.NDArray[np.bool_] | None]:
         """Samples, checked, as rows of a matrix; and which were kept, if any was left out."""
-        rows = _numbers(xs, "samples")
+        rows = numbers(xs, "samples")
         if rows.ndim == 0:
             raise ValueError(f"samples: expected a sequence of them, got the number {xs!r}")
         if len(rows) == 0:
@@ -417,7 +417,7 @@ class TailAverage:
         self._start()
 
 
-def _numbers(x: Any, what: str) -> Array:
+def numbers(x: Any, what: str) -> Array:
     """`x` as an array of real or complex numbers."""
     if isinstance(x, np.ma.MaskedArray):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""The average of saved checkpoints, piece by piece, so that memory does not grow with their number.
+"""Averages of saved checkpoints, piece by piece, so that memory does not grow with their number.
 
 Weights are known before any file is read. Tensors are cut into pieces and pieces put into groups;
 for each group every file that has a weight is read once, and sums are held in float64. Tensors
@@ -7,12 +7,13 @@ that are not of real or complex numbers, and all else in a file, are those of th
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -92,51 +93,61 @@ class _File(ABC):
         """How to read a piece of a tensor, in double precision: name, start, stop."""
 
     @abstractmethod
-    def write(self, stream: BinaryIO, averages: Iterator[Piece]) -> None:
-        """Write this file with averages, which come in pieces, in the place of its tensors."""
+    def write(self, streams: Sequence[BinaryIO], averages: Iterator[Sequence[Piece]]) -> None:
+        """Write this file to streams, with averages in the place of its tensors.
+
+        Averages come in pieces, of each as many as there are streams.
+        """
 
 
 def average_checkpoints(
     paths: Sequence[Path],
-    rule: WindowRule,
-    output: Path,
+    outputs: Mapping[Path, WindowRule],
     progress: Callable[[int, int], object] | None = None,
-) -> list[Path]:
-    """Write the average of checkpoints, given oldest first, to `output`, whole or not at all.
+) -> list[list[Path]]:
+    """Write averages of checkpoints, given oldest first, in one pass: to each output by its rule.
 
-    Returns the files that have a weight. `progress` is told how many numbers of how many have
-    been read. Files that differ in tensors, shapes or dtypes raise a `CheckpointError`.
+    No output appears before all are whole. Returns for each the files that have a weight.
+    `progress` is told how many numbers of how many have been read. Files that differ in tensors,
+    shapes or dtypes raise a `CheckpointError`.
     """
-    kind: type[_File] = _Safetensors if output.suffix in SAFETENSORS else _Torch
+    for output in outputs:
+        if output.is_dir():  # what would be noticed too late, when others have their names
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(output))
+    suffixes = {output.suffix for output in outputs}
+    kind: type[_File] = _Safetensors if suffixes <= SAFETENSORS else _Torch
     files = [kind(path) for path in paths]
     newest = files[-1]
     for file in files[:-1]:
         _check_alike(file, newest)
-    terms = [
-        (file, float(weight))
-        for file, weight in zip(files, weights(rule, len(files)), strict=True)
-        if weight > 0.0
-    ]
+    shares = np.transpose([weights(rule, len(files)) for rule in outputs.values()]).tolist()
+    terms = [(file, its) for file, its in zip(files, shares, strict=True) if any(its)]
     sizes = {name: tensor.size for name, tensor in newest.tensors.items() if tensor.averaged}
     total = sum(sizes.values()) * len(terms)
 
-    def averages() -> Iterator[Piece]:
+    def averages() -> Iterator[list[Piece]]:
         done = 0
         for group in _groups(sizes):
-            sums: list[Any] = [0.0] * len(group)
-            for file, weight in terms:
+            sums: list[list[Any]] = [[0.0] * len(outputs) for _ in group]
+            for file, its in terms:
                 with file.opened() as read:
-                    for i, (name, start, stop) in enumerate(group):
-                        # in float64, numbers that are equal in every file stay as they are
-                        sums[i] += weight * read(name, start, stop)
+                    for pieces, (name, start, stop) in zip(sums, group, strict=True):
+                        numbers = read(name, start, stop)
+                        for i, weight in enumerate(its):
+                            if weight > 0.0:
+                                # in float64, numbers equal in every file stay as they are
+                                pieces[i] += weight * numbers
                         done += stop - start
                         if progress is not None:
                             progress(done, total)
             yield from sums
 
-    with whole_file(output) as stream:
-        newest.write(stream, averages())
-    return [file.path for file, _ in terms]
+    with ExitStack() as stack:
+        streams = [stack.enter_context(whole_file(output)) for output in outputs]
+        newest.write(streams, averages())
+        for stream in streams:
+            stream.flush()
+    return [[file.path for file, its in terms if its[i] > 0.0] for i in range(len(outputs))]
 
 
 def _groups(sizes: Mapping[str, int]) -> Iterator[list[tuple[str, int, int]]]:
@@ -281,20 +292,24 @@ class _Safetensors(_File):
 
             yield read
 
-    def write(self, stream: BinaryIO, averages: Iterator[Piece]) -> None:
-        stream.write(self._head)
+    def write(self, streams: Sequence[BinaryIO], averages: Iterator[Sequence[Piece]]) -> None:
+        for stream in streams:
+            stream.write(self._head)
         with self.path.open("rb") as source:
             for name, tensor in self.tensors.items():
                 start, stop = self._spans[name]
                 if not tensor.averaged:
                     source.seek(start)
                     for begin in range(start, stop, PIECE):
-                        stream.write(source.read(min(PIECE, stop - begin)))
+                        numbers = source.read(min(PIECE, stop - begin))
+                        for stream in streams:
+                            stream.write(numbers)
                 written = 0
                 while tensor.averaged and written < tensor.size:
-                    mean = next(averages)
-                    stream.write(_rounded(mean, self._dtypes[tensor.dtype]).tobytes())
-                    written += len(mean)
+                    means = next(averages)
+                    for stream, mean in zip(streams, means, strict=True):
+                        stream.write(_rounded(mean, self._dtypes[tensor.dtype]).tobytes())
+                    written += len(means[0])
 
 
 def _rounded(numbers: Piece, dtype: np.dtype[Any]) -> Piece:
@@ -358,28 +373,32 @@ class _Torch(_File):
 
         yield read
 
-    def write(self, stream: BinaryIO, averages: Iterator[Piece]) -> None:
+    def write(self, streams: Sequence[BinaryIO], averages: Iterator[Sequence[Piece]]) -> None:
         import torch
 
         # The file is mapped privately: what is written into its tensors does not reach it, and
         # what is tied, or of an unusual layout, stays so.
-        tree, tensors = self._load()
+        trees = [self._load() for _ in streams]
         for name, tensor in self.tensors.items():
             if not tensor.averaged:
                 continue
-            target = tensors[name].detach()
-            whole = (
+            targets = [tensors[name].detach() for _, tensors in trees]
+            wholes = [
                 target if target.is_contiguous() else torch.empty(tensor.shape, dtype=target.dtype)
-            )
-            flat = whole.view(-1)
+                for target in targets
+            ]
             written = 0
             while written < tensor.size:
-                mean = torch.from_numpy(next(averages))
-                flat[written : written + len(mean)] = mean
-                written += len(mean)
-            if whole is not target:
-                target.copy_(whole)
-        torch.save(tree, stream)
+                means = next(averages)
+                stop = written + len(means[0])
+                for whole, mean in zip(wholes, means, strict=True):
+                    whole.view(-1)[written:stop] = torch.from_numpy(mean)
+                written = stop
+            for whole, target in zip(wholes, targets, strict=True):
+                if whole is not target:
+                    target.copy_(whole)
+        for stream, (tree, _) in zip(streams, trees, strict=True):
+            torch.save(tree, stream)
 
 
 def _leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:

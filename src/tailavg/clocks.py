@@ -17,7 +17,7 @@ from tailavg.rules import AnytimeWindow, BlockRule, ExactWindow, Exponential, Ra
 from tailavg.schedule import SUM, check_starts, makes_room, terms, turn
 from tailavg.storages.arithmetic import FOLD
 from tailavg.storages.decayed import plan
-from tailavg.windows import Window
+from tailavg.windows import AnyWindow
 
 __all__ = ["BlockClock", "Clock", "DecayClock", "Turn", "clock_for"]
 
@@ -74,7 +74,7 @@ class Clock(ABC):
         """If the newest block is closed, and the sum begins a new one: where its mean will be."""
 
     @abstractmethod
-    def terms(self, window: Window | None = None) -> list[tuple[float, int]]:
+    def terms(self, window: AnyWindow | None = None) -> list[tuple[float, int]]:
         """The average now: weights, and the blocks that they are of, or `SUM`."""
 
     @abstractmethod
@@ -117,7 +117,7 @@ class BlockClock(Clock):
         self._schedule()
         return Turn(gone, weight)
 
-    def terms(self, window: Window | None = None) -> list[tuple[float, int]]:
+    def terms(self, window: AnyWindow | None = None) -> list[tuple[float, int]]:
         size = reading(self.rule, window, self.count).size(self.count)
         return terms(self._starts, self.folded, self.count, size)
 
@@ -155,7 +155,7 @@ class DecayClock(Clock):
     def turn(self) -> None:
         return None
 
-    def terms(self, window: Window | None = None) -> list[tuple[float, int]]:
+    def terms(self, window: AnyWindow | None = None) -> list[tuple[float, int]]:
         reading(self.rule, window, self.count)
         last = self.count - self.folded - 1
         if last < 0:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from tailavg.cli.common import Method, fail, parse_rule, parse_window
+from tailavg.cli.common import Method, fail, parse_rule, parse_windows, window_name
 
 __all__ = ["checkpoints"]
 
@@ -27,11 +27,25 @@ def checkpoints(
         list[Path],
         typer.Argument(exists=True, dir_okay=False, help="Checkpoints: .safetensors, .pt or .pth."),
     ],
-    window: Annotated[
-        str,
-        typer.Option(help="The last so many of the files (10), or the last fraction (0.25)."),
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output", "-o", help="The file to write; {window} in it is each of --windows."
+        ),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")],
+    window: Annotated[
+        str | None,
+        typer.Option(
+            help="The last so many of the files (10), or the last fraction (0.25); "
+            "1 is the last file, 1.0 all of them."
+        ),
+    ] = None,
+    windows: Annotated[
+        str | None,
+        typer.Option(
+            help="Several at once, as 0.1,0.25,10: a file for each; in the place of --window."
+        ),
+    ] = None,
     sort: Annotated[
         Sort,
         typer.Option(help="The order in time: the numbers in names, names, or times of change."),
@@ -45,10 +59,21 @@ def checkpoints(
 ) -> None:
     """Average the last checkpoints of a run, in the memory of one of them.
 
-    Example: tailavg checkpoints run/step-*.safetensors --window 0.25 -o average.safetensors
+    Examples: tailavg checkpoints run/step-*.safetensors --window 0.25 -o average.safetensors
+
+    tailavg checkpoints run/step-*.pt --windows 0.1,0.25,0.5 -o average-{window}.pt
     """
-    rule = parse_rule(parse_window(window), method, accumulators)
-    _check_names(files, output)
+    chosen = parse_windows(window, windows)
+    if len(chosen) > 1 and "{window}" not in str(output):
+        raise typer.BadParameter(
+            f"expected {{window}} in the name, since there are several, got {output}",
+            param_hint="--output",
+        )
+    outputs = {}
+    for one in chosen:
+        name = str(output) if windows is None else str(output).replace("{window}", window_name(one))
+        outputs[Path(name)] = parse_rule(one, method, accumulators)
+        _check_names(files, Path(name))
     ordered = _in_order(files, sort)
 
     from rich.console import Console
@@ -63,10 +88,9 @@ def checkpoints(
             *columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal
         ) as bar:
             task = bar.add_task("averaging", total=None)
-            used = average_checkpoints(
+            every = average_checkpoints(
                 ordered,
-                rule,
-                output,
+                outputs,
                 lambda done, total: bar.update(task, completed=done, total=total),
             )
     except CheckpointError as error:
@@ -76,8 +100,9 @@ def checkpoints(
     except ImportError as error:
         extra = "torch" if error.name == "torch" else "'tailavg[cli]'"
         fail(f"{output.suffix} files need {error.name}; install it with: pip install {extra}")
-    span = f"{used[0]} to {used[-1]}" if len(used) > 1 else f"{used[0]}"
-    typer.echo(f"{output}: the average of {len(used)} of {len(files)} checkpoints, {span}")
+    for path, used in zip(outputs, every, strict=True):
+        span = f"{used[0]} to {used[-1]}" if len(used) > 1 else f"{used[0]}"
+        typer.echo(f"{path}: the average of {len(used)} of {len(files)} checkpoints, {span}")
 
 
 def _check_names(files: list[Path], output: Path) -> None:

@@ -10,7 +10,7 @@ import typer
 from tailavg.rules import AnytimeWindow, ExactWindow, Exponential, WindowRule
 from tailavg.windows import Growing, Window, as_window
 
-__all__ = ["Method", "fail", "parse_rule", "parse_window"]
+__all__ = ["Method", "fail", "parse_rule", "parse_window", "parse_windows", "window_name"]
 
 FAILED = 1
 """The exit code after bad data or a file that cannot be used; a wrong command line is 2."""
@@ -45,6 +45,38 @@ def parse_window(text: str, at_most: int | None = None) -> Window:
         return Growing(window.c, at_most)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+
+
+def parse_windows(
+    window: str | None, windows: str | None, at_most: int | None = None
+) -> list[Window]:
+    """The window of --window, or those of --windows, whichever is given.
+
+    >>> parse_windows(None, "100,0.25")
+    [Fixed(k=100), Growing(c=0.25, at_most=None)]
+    """
+    if windows is None and window is not None:
+        return [parse_window(window, at_most)]
+    if windows is None or window is not None:
+        got = "none" if windows is None else "both"
+        raise typer.BadParameter(f"expected either --window or --windows, got {got} of them")
+    if at_most is not None:
+        raise typer.BadParameter("--at-most goes with --window, not with --windows")
+    found: list[Window] = []
+    for text in windows.split(","):
+        if (one := parse_window(text)) in found:
+            raise typer.BadParameter(f"--windows: expected each once, got {text.strip()} twice")
+        found.append(one)
+    return found
+
+
+def window_name(window: Window) -> str:
+    """The shortest word that names a window.
+
+    >>> window_name(parse_window("0.50")), window_name(parse_window("1"))
+    ('0.5', '1')
+    """
+    return str(window.c if isinstance(window, Growing) else window.k)
 
 
 def parse_rule(window: Window, method: Method, accumulators: int | None) -> WindowRule:

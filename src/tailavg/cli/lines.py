@@ -12,7 +12,7 @@ import io
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -38,7 +38,7 @@ DIGITS = 12
 
 Array = npt.NDArray[Any]
 
-_NEWLINE, _COMMA, _MINUS, _DOT, _ZERO = b"\n,-.0"
+_NEWLINE, _TAB, _COMMA, _MINUS, _DOT, _ZERO = b"\n\t,-.0"
 _SLICE = 1 << 17  # bytes that are handled at once: their arrays fit the cache
 _POWERS = 10.0 ** np.arange(23)  # those that a float64 holds exactly
 _LONGEST = 19 if np.finfo(np.longdouble).nmant >= 63 else 15  # in digits, to be exact
@@ -63,11 +63,12 @@ class PlainInput:
     columns: list[str]
     by: str | None
     names: list[str] | None = None  # of all columns, once known
+    suffixes: list[str] = field(default_factory=lambda: [""])  # of the averages of a column
 
     @property
     def averages(self) -> list[str]:
         """The names of the averages."""
-        return ["average"]
+        return [f"average{suffix}" for suffix in self.suffixes]
 
     def take_header(self, block: bytes) -> bytes:
         """What follows the header, of which there is none."""
@@ -110,7 +111,7 @@ class CsvInput(PlainInput):
     @property
     def averages(self) -> list[str]:
         """The names of the averages."""
-        return [f"{name}_average" for name in self.columns]
+        return [f"{name}_average{suffix}" for name in self.columns for suffix in self.suffixes]
 
     def take_header(self, block: bytes) -> bytes:
         """What follows the header; when going on from a state, there may be none."""
@@ -373,20 +374,24 @@ def _column_slice(block: bytes, index: int, width: int) -> bytes | None:
 
 
 def format_numbers(numbers: Array) -> bytes:
-    r"""Each number on a line, as `%.12g`.
+    r"""Each number on a line, as `%.12g`; or each row of a matrix, with tabs between numbers.
 
     Examples:
         >>> format_numbers(np.array([1.5, -20, 1 / 3, 1e-9]))
         b'1.5\n-20\n0.333333333333\n1e-09\n'
+        >>> format_numbers(np.array([[1.5, -20], [1 / 3, 1e-9]]))
+        b'1.5\t-20\n0.333333333333\t1e-09\n'
     """
-    step = _SLICE // 16
+    width = numbers[:1].size
+    step = max(1, _SLICE // 16 // max(1, width))
     return b"".join(
-        _format_slice(numbers[start : start + step]) for start in range(0, len(numbers), step)
+        _format_slice(numbers[start : start + step].ravel(), width)
+        for start in range(0, len(numbers), step)
     )
 
 
-def _format_slice(numbers: Array) -> bytes:
-    """The lines of some numbers."""
+def _format_slice(numbers: Array, width: int) -> bytes:
+    """The lines of some numbers, so many to a line."""
     sizes = np.abs(numbers)
     usual = (sizes >= 1e-3) & (sizes < 10.0**DIGITS)
     sizes[~usual] = 1.0
@@ -398,11 +403,13 @@ def _format_slice(numbers: Array) -> bytes:
     misplaced = (scaled < 10.0 ** (DIGITS - 1)) | (rounded >= 10.0**DIGITS)
     unsure = np.flatnonzero(~usual | halves | misplaced)
     if 4 * len(unsure) > len(numbers):
-        return (f"%.{DIGITS}g\n" * len(numbers) % tuple(numbers.tolist())).encode()
+        line = "\t".join([f"%.{DIGITS}g"] * width) + "\n"
+        return (line * (len(numbers) // width) % tuple(numbers.tolist())).encode()
     exponents[unsure], rounded[unsure] = 0, 10.0 ** (DIGITS - 1)  # to be overwritten
     rows = np.zeros((len(numbers), 20), np.uint8)  # a byte that is not needed stays 0
     rows[:, 0] = (numbers < 0) * np.uint8(_MINUS)
-    rows[:, -1] = _NEWLINE
+    rows[:, -1] = _TAB
+    rows[width - 1 :: width, -1] = _NEWLINE
     digits = _without_zeros(rounded.astype(np.int64))
     present = np.flatnonzero(np.bincount(exponents + 3)) - 3  # -3 is that of 0.001
     for exponent in present.tolist():
@@ -420,8 +427,8 @@ def _format_slice(numbers: Array) -> bytes:
         row[:, after : after + DIGITS - point] = digit[:, point:]
         rows[alike] = row
     for i in unsure.tolist():
-        text = (b"%.*g\n" % (DIGITS, numbers[i])).ljust(20, b"\0")
-        rows[i] = np.frombuffer(text, np.uint8)
+        text = (b"%.*g" % (DIGITS, numbers[i])).ljust(19, b"\0")
+        rows[i, :-1] = np.frombuffer(text, np.uint8)
     return rows.tobytes().translate(None, b"\0")
 
 

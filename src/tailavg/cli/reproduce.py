@@ -47,7 +47,7 @@ def reproduce(
 ) -> None:
     """Run the paper's experiments, and check what it says about them.
 
-    Writes report.html, the figures (SVG and PNG), curves.csv, claims.json and claims.md to a
+    Writes report.html, the figures (SVG and PNG), curves.csv, tails.csv, claims.json and claims.md to a
     folder. The paper does not give the step size, the start w₀ nor the solution w*: they are
     options.
 
@@ -116,7 +116,7 @@ def _run(problem: Problem, at: int, quick: bool, output: Path) -> Result:
                 for name, total in (
                     (f"SGD with step {problem.step:g}", problem.batches),
                     (f"{len(steps)} other step sizes", problem.batches * len(steps)),
-                    ("Figures and report", 5),
+                    ("Figures and report", 6),
                 )
             ]
             tell = [lambda done, bar=bar: progress.advance(bar, done) for bar in bars]

@@ -1,4 +1,4 @@
-"""`tailavg stream`: numbers from a pipe or a file, and their average at every line.
+"""`tailavg stream`: numbers from a pipe or a file, and their averages at every line.
 
 Input comes in blocks of the lines that have arrived: one line when it is slow, thousands when it
 is fast. A block of nothing but numbers is handled as arrays; any other, a row at a time.
@@ -19,8 +19,8 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from tailavg import ExactWindow, TailAverage
-from tailavg.cli.common import Method, fail, parse_rule, parse_window
+from tailavg import AnyTail, AnytimeWindow, ExactWindow, TailAverage
+from tailavg.cli.common import Method, fail, parse_rule, parse_windows, window_name
 from tailavg.cli.lines import (
     Array,
     CsvInput,
@@ -35,12 +35,16 @@ from tailavg.cli.lines import (
 from tailavg.files import whole_file
 from tailavg.rules import Rule
 from tailavg.state import plain
+from tailavg.windows import Growing, Window
 
 __all__ = ["Output", "stream"]
 
 BLOCK = 1 << 20  # the most bytes that are read before they are answered
-CUT = 15_000  # what a scan takes at once; see `Series`
+CUT = 15_000  # the most that a scan takes at once; see `Series`
 STATE = {"format": "tailavg stream", "version": 1}
+
+Reads = list[tuple[Rule, Window | None]]
+"""For each average of a column, what it is read from, and the window if that has none."""
 
 
 class Output(StrEnum):
@@ -52,17 +56,24 @@ class Output(StrEnum):
 
 
 def stream(
-    window: Annotated[
-        str,
-        typer.Option(
-            "--window",
-            "-w",
-            help="How much to average: 100 is the last hundred, 0.25 the last quarter.",
-        ),
-    ],
     file: Annotated[
         str, typer.Argument(metavar="FILE", help="What to read; - is standard input.")
     ] = "-",
+    window: Annotated[
+        str | None,
+        typer.Option(
+            "--window",
+            "-w",
+            help="How much to average: 100 is the last hundred, 0.25 the last quarter; "
+            "1 is the last number, 1.0 all of them.",
+        ),
+    ] = None,
+    windows: Annotated[
+        str | None,
+        typer.Option(
+            help="Several at once, as 0.1,0.25,1.0: an average for each; in the place of --window."
+        ),
+    ] = None,
     column: Annotated[
         list[str] | None,
         typer.Option("--column", "-c", help="Read CSV with a header, and average this column."),
@@ -76,7 +87,11 @@ def stream(
     ] = None,
     method: Annotated[Method, typer.Option(help="How to average.")] = Method.anytime,
     accumulators: Annotated[
-        int | None, typer.Option(help="How many the anytime method keeps; 3 if not said.")
+        int | None,
+        typer.Option(
+            help="How many the anytime method keeps: 3 if not said; "
+            "for all fractions of --windows together 12, at least 6."
+        ),
     ] = None,
     at_most: Annotated[
         int | None, typer.Option(help="The most samples that a fraction grows to.")
@@ -98,24 +113,32 @@ def stream(
     A number to a line, or CSV with a header (--column), or JSON lines (--field); both options may
     be repeated. Averages are written with 12 significant digits.
 
-    Example: tail -f train.log | tailavg stream --window 0.25
+    Examples: tail -f train.log | tailavg stream --window 0.25
+
+    tailavg stream --windows 0.1,0.25,0.5,1.0 --column loss --output csv log.csv
 
     Exit codes: 0 at the end of the input, 1 for bad data or files, 2 for a wrong command line,
     130 after Ctrl-C and 143 after SIGTERM, both with the state saved.
     """
-    rule = parse_rule(parse_window(window, at_most), method, accumulators)
+    chosen = parse_windows(window, windows, at_most)
+    if windows is None:
+        reads: Reads = [(parse_rule(chosen[0], method, accumulators), None)]
+    else:
+        reads = _share(chosen, method, accumulators)
     if column and fields:
         raise typer.BadParameter("--column reads CSV, --field reads JSON lines: give one of them")
     if by is not None and not (column or fields):
         raise typer.BadParameter("--by goes with --column or --field")
     kind = CsvInput if column else JsonInput if fields else PlainInput
     source = kind(list(dict.fromkeys(column or fields or ["value"])), by)
+    if windows is not None:
+        source.suffixes = [f"_{window_name(one)}" for one in chosen]
     try:
         os.fstat(1)  # if it is closed, the next file to be opened would take its place
     except OSError as error:
         fail(f"standard output: {error.strerror}")
     blocks = Blocks(file)
-    session = Session(rule, source, output, every, skip_bad)
+    session = Session(reads, source, output, every, skip_bad)
     if state is not None:
         session.load(state)
     try:
@@ -130,6 +153,27 @@ def stream(
     if state is not None:
         session.save(state)
     _finish(session, blocks.signal, state)
+
+
+def _share(windows: list[Window], method: Method, accumulators: int | None) -> Reads:
+    """What several windows are read from: all fractions from one set of blocks."""
+    if method is not Method.anytime:
+        raise typer.BadParameter(f"--method {method} goes with --window, not with --windows")
+    fractions = [window.c for window in windows if isinstance(window, Growing)]
+    if accumulators is not None and not fractions:
+        raise typer.BadParameter("--accumulators goes with fractions in --windows, got counts only")
+    shortest = min(fractions, default=1.0)
+    try:
+        shared = AnyTail(
+            12 if accumulators is None else accumulators, shortest if shortest < 1.0 else 0.5
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    # a count would become too short a fraction
+    return [
+        (shared, window) if isinstance(window, Growing) else (AnytimeWindow(window), None)
+        for window in windows
+    ]
 
 
 def _finish(session: Session, stopped: int | None, state: Path | None) -> None:
@@ -218,69 +262,99 @@ class Blocks:
 
 
 class Series:
-    """One average, to the bit the same however its samples arrive.
+    """The averages of one column, to the bit the same however its samples arrive.
 
-    A scan rounds a little differently where it begins and ends. So scans begin at multiples of
-    `cut` samples; those since the last multiple are kept, and scanned again with what follows.
+    A scan rounds a little differently where it begins and ends. So scans begin at cuts, which
+    depend on the count alone; samples since the last cut are kept, and scanned again with what
+    follows. Cuts are close at first, where blocks are small and a scan of many of them is slow.
     """
 
-    def __init__(self, average: TailAverage, samples: Array, cut: int | None) -> None:
-        self.average = average  # without the samples
-        self.samples = samples
-        self.cut = cut  # None: this rule does not round differently
+    def __init__(
+        self, reads: Reads, averages: list[TailAverage] | None = None, samples: Any = ()
+    ) -> None:
+        rules = dict.fromkeys(rule for rule, _ in reads)
+        self.reads = reads
+        if averages is None:
+            averages = [TailAverage(rule) for rule in rules]
+        self.averages = averages  # without the samples
+        self.samples = np.array(samples, np.float64)
+        at_cut = {average.count for average in self.averages}
+        if [average.rule for average in self.averages] != list(rules) or len(at_cut) > 1:
+            raise ValueError(f"expected averages of {list(rules)}, got {self.averages}")
+        if self.samples.ndim != 1 or len(self.samples) >= self._cut:
+            raise ValueError(f"{self.samples.shape} samples after {at_cut}")
+        if at_cut != {0}:
+            self._values()
 
     @property
     def count(self) -> int:
         """The number of samples so far."""
-        return self.average.count + len(self.samples)
+        return self.averages[0].count + len(self.samples)
+
+    @property
+    def _cut(self) -> int:
+        """How many samples lie between the last cut and the next."""
+        return min(CUT, 1 + self.averages[0].count // 8)
+
+    def step(self, x: float) -> list[float]:
+        """Take one sample and return the averages; for series that are never scanned."""
+        for average in self.averages:
+            average.update(x)
+        return self._values()
+
+    def _values(self) -> list[float]:
+        by_rule = {average.rule: average for average in self.averages}
+        return [float(by_rule[rule].value(window)) for rule, window in self.reads]
 
     def scan(self, xs: Array) -> Array:
-        """Take samples, at least one, and return the average after each."""
-        if self.cut is None:
-            return self.average.scan(xs)
+        """Take samples, at least one, and return the averages after each, a row to a sample."""
+        if isinstance(self.averages[0].rule, ExactWindow):  # which does not round differently
+            return self.averages[0].scan(xs)[:, None]
         parts = []
         while len(xs):
-            known = len(self.samples)
-            xs, self.samples = (
-                xs[self.cut - known :],
-                np.concatenate([self.samples, xs[: self.cut - known]]),
-            )
-            parts.append(self._scan_samples()[known:])
+            known, cut = len(self.samples), self._cut
+            self.samples = np.concatenate([self.samples, xs[: cut - known]])
+            xs = xs[cut - known :]
+            rows = np.empty((len(self.samples), len(self.reads)))
+            averages = [self._scan_samples(average, cut, rows) for average in self.averages]
+            if len(self.samples) == cut:
+                self.averages, self.samples = averages, self.samples[:0]
+            parts.append(rows[known:])
         return np.concatenate(parts)
 
-    def _scan_samples(self) -> Array:
-        """The averages over the samples since the last cut, which moves when they are enough."""
+    def _scan_samples(self, average: TailAverage, cut: int, rows: Array) -> TailAverage:
+        """Write what is read of an average after each sample since the cut; the average then.
+
+        What is returned is of use at the next cut only.
+        """
+        places = [place for place, (rule, _) in enumerate(self.reads) if rule == average.rule]
         n, finite = len(self.samples), np.isfinite(self.samples)
-        if n == self.cut and finite.all():
-            averages = self.average.scan(self.samples)
-            self.samples = self.samples[:0]
-            return averages
+        if isinstance(average.rule, AnyTail):  # whose sums are not changed by what follows
+            scanned = average if n == cut else average.copy()
+            windows: list[Any] = [self.reads[place][1] for place in places]
+            rows[:, places] = scanned.scan(self.samples, windows).T
+            return scanned
         # always scan as many, since the last digit of a sum can depend on how many follow, and
         # one by one from an infinity or NaN on, which would change the sums before it
         usual = n if finite.all() else int(finite.argmin())
-        padded = np.zeros(self.cut or n)
+        scanned = average if usual == cut else average.copy()
+        padded = np.zeros(cut)
         padded[:usual] = self.samples[:usual]
-        averages = self.average.copy().scan(padded)[:n]
+        rows[:, places] = scanned.scan(padded)[:n, None]
         if usual < n:
-            average = self.average.copy()
-            stepped = [_step(average, x) for x in self.samples.tolist()]
-            averages[usual:] = stepped[usual:]
-            if n == self.cut:
-                self.average, self.samples = average, self.samples[:0]
-        return averages
-
-
-def _step(average: TailAverage, x: float) -> float:
-    average.update(x)
-    value: float = average.value()
-    return value
+            scanned = average.copy()
+            for i, x in enumerate(self.samples.tolist()):
+                scanned.update(x)
+                if i >= usual:
+                    rows[i, places] = scanned.value()
+        return scanned
 
 
 @dataclass
 class Session:
     """What goes on between input and output: the averages, and where things stand."""
 
-    rule: Rule
+    reads: Reads
     source: PlainInput
     output: Output
     every: int
@@ -334,9 +408,8 @@ class Session:
         averages, counts = [], []
         for row in rows:
             series = self._series(row.key)
-            averages.append(
-                [_step(one.average, x) for one, x in zip(series, row.numbers, strict=True)]
-            )
+            columns = zip(series, row.numbers, strict=True)
+            averages.append([average for one, x in columns for average in one.step(x)])
             counts.append(series[0].count)
         if self.output is Output.plain:
             carried = [row.key for row in rows]
@@ -361,23 +434,17 @@ class Session:
         return rows
 
     def _series(self, key: str) -> list[Series]:
-        """The averages of a key, one to a column."""
+        """The averages of a key, by column."""
         if key not in self.series:
-            self.series[key] = [
-                Series(TailAverage(self.rule), np.empty(0), self._cut())
-                for _ in self.source.columns
-            ]
+            self.series[key] = [Series(self.reads) for _ in self.source.columns]
         return self.series[key]
-
-    def _cut(self) -> int | None:
-        return None if isinstance(self.rule, ExactWindow) else CUT
 
     def _scan(self, numbers: Array) -> tuple[Array, Array]:
         """The averages after each row of numbers, and how many there were."""
         series = self._series("")
         counts = series[0].count + np.arange(1, len(numbers) + 1)
         columns = [one.scan(numbers[:, i]) for i, one in enumerate(series)]
-        return np.stack(columns, axis=1), counts
+        return np.concatenate(columns, axis=1), counts
 
     def _text(self, averages: Array, counts: Array, carried: list[str]) -> bytes:
         """Averages, beside what is carried through; of every N-th row only."""
@@ -385,34 +452,35 @@ class Session:
             shown = np.flatnonzero(counts % self.every == 0)
             averages = averages[shown]
             carried = [carried[i] for i in shown.tolist()] if carried else []
-        columns = [format_numbers(column) for column in averages.T]
-        if len(columns) == 1 and not carried:
-            return columns[0]
-        texts = [decode(column).split("\n")[:-1] for column in columns]
+        text = format_numbers(averages)
+        if not carried:
+            return text
+        separator = "," if self.output is Output.csv else "\t"
+        lines = decode(text).replace("\t", separator).split("\n")[:-1]
         if self.output is Output.jsonl:
             names = [json.dumps(name, ensure_ascii=False) for name in self.source.averages]
             rows = [
                 f"{start[:-1].rstrip()}, "
                 + ", ".join(
-                    f"{name}: {_json_text(text)}" for name, text in zip(names, row, strict=True)
+                    f"{name}: {_json_text(number)}"
+                    for name, number in zip(names, line.split(separator), strict=True)
                 )
                 + "}"
-                for start, *row in zip(carried, *texts, strict=True)
+                for start, line in zip(carried, lines, strict=True)
             ]
         else:
-            separator = "," if self.output is Output.csv else "\t"
-            cells = [carried, *texts] if carried else texts
-            rows = [separator.join(row) for row in zip(*cells, strict=True)]
+            rows = [f"{a}{separator}{b}" for a, b in zip(carried, lines, strict=True)]
         return "".join([f"{row}\n" for row in rows]).encode(errors="surrogateescape")
 
     def _options(self) -> dict[str, Any]:
         """What a state has to have been made with."""
         return {
-            "rule": plain(self.rule),
+            "rule": [plain(rule) for rule in dict.fromkeys(rule for rule, _ in self.reads)],
             "input": self.source.kind,
             "columns": self.source.columns,
             "by": self.source.by,
             "output": str(self.output),
+            "averages": self.source.averages,
         }
 
     def load(self, path: Path) -> None:
@@ -448,19 +516,17 @@ class Session:
 
     def _restored(self, saved: dict[str, Any]) -> Series:
         """A series as it was saved; a ValueError or TypeError if it is not one."""
-        average = TailAverage.from_state_dict(saved["average"])
-        samples = np.array(saved["samples"], np.float64)
-        if average.rule != self.rule or samples.ndim != 1 or len(samples) >= CUT:
-            raise ValueError(f"{len(samples)} samples for {average.rule}")
-        if average.count:
-            float(average.value())
-        return Series(average, samples, self._cut())
+        averages = [TailAverage.from_state_dict(average) for average in saved["averages"]]
+        return Series(self.reads, averages, saved["samples"])
 
     def save(self, path: Path) -> None:
         """Write the state, whole or not at all."""
         series = {
             key: [
-                {"average": one.average.state_dict(), "samples": one.samples.tolist()}
+                {
+                    "averages": [average.state_dict() for average in one.averages],
+                    "samples": one.samples.tolist(),
+                }
                 for one in series
             ]
             for key, series in self.series.items()

@@ -1,4 +1,4 @@
-"""The figures: the paper's two and two of ours, as panels that files and the report arrange."""
+"""The figures: the paper's two and three of ours, as panels that files and the report arrange."""
 
 from __future__ import annotations
 
@@ -15,11 +15,21 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
-from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator, ScalarFormatter
 
 from tailavg import TailAverage
 from tailavg.experiments.claims import FIRST, MARGIN, ratios
-from tailavg.experiments.regression import KINDS, Curve, Errors, Reals, methods, turns
+from tailavg.experiments.regression import (
+    EVERY_TAIL,
+    FRACTIONS,
+    KINDS,
+    Curve,
+    Errors,
+    Reals,
+    Tails,
+    methods,
+    turns,
+)
 from tailavg.rules import WindowRule
 
 __all__ = ["Figure", "exact", "inline", "make", "mean", "samples_touched", "save"]
@@ -36,6 +46,15 @@ STYLES: dict[str, dict[str, Any]] = {  # colours of Okabe and Ito, told apart by
 }
 TURNS = {"paper": "the paper's turns", "balanced": "balanced turns"}
 MEMORY_COLOURS = {2: "#e69f00", 3: "#d55e00", 4: "#cc79a7", 5: "#0083cc", 6: "#009e73"}
+
+TAIL_COLOURS = {
+    0.05: "#d55e00",
+    0.1: "#e69f00",
+    0.25: "#009e73",
+    0.5: "#0083cc",
+    1.0: "#cc79a7",
+}
+"""The tails that are told apart, of those that are drawn."""
 
 LOOK: dict[Any, Any] = {
     "svg.hashsalt": "tailavg",  # the same file from the same data
@@ -74,8 +93,8 @@ class Figure:
     heights: tuple[float, ...]
 
 
-def make(errors: Errors, at: int) -> list[Figure]:
-    """The four figures from the errors of `methods` and `turns`, with the weights of step `at`."""
+def make(errors: Errors, tails: Tails, at: int) -> list[Figure]:
+    """The figures from what was measured; that of weights is of step `at`."""
     total = len(next(iter(errors.values())))
     return [
         _comparison(
@@ -98,6 +117,7 @@ def make(errors: Errors, at: int) -> list[Figure]:
         ),
         _turns(errors),
         _weights(total, at),
+        _tails(tails, _span(errors)),
     ]
 
 
@@ -273,6 +293,60 @@ def _weights(total: int, at: int) -> Figure:
         "Figure 4: what each sample weighs",
         f"The weight profile of every method at t = {at}, newest sample on the left.",
         (tuple(map(panel, ("k = 100", "c = 0.25", "c = 0.5"))),),
+        (3.3,),
+    )
+
+
+def _tails(tails: Tails, span: tuple[int, int]) -> Figure:
+    t = _some(*span, 300)
+    shown = {i: c for i, c in enumerate(FRACTIONS) if c in TAIL_COLOURS}
+    ratio = (tails.error / tails.least)[:, span[0] - 1 :].max(axis=1)
+    safest = int(ratio.argmin())
+
+    def lines(axes: Axes, values: Reals) -> None:
+        for i, row in enumerate(values):
+            if i not in shown:
+                axes.plot(t, row[t - 1], color="#888888", linewidth=0.6, alpha=0.6)
+        for i, c in shown.items():
+            axes.plot(t, values[i][t - 1], color=TAIL_COLOURS[c], linewidth=1.3, label=f"c = {c}")
+        _steps_axis(axes)
+
+    def excess(axes: Axes) -> None:
+        axes.plot(t, tails.least[t - 1], label="best", **STYLES["true"])
+        lines(axes, tails.error)
+        axes.set(yscale="log", ylabel="excess error")
+        axes.legend(loc="lower left", fontsize=8, labelspacing=0.25)
+
+    def relative(axes: Axes) -> None:
+        axes.axhline(1.0, **STYLES["true"])
+        lines(axes, tails.error / tails.least)
+        axes.set(ylabel="ratio to the best", ylim=(0.95, 2.5))
+
+    def best(axes: Axes) -> None:
+        axes.step(t, np.array(FRACTIONS)[tails.best[t - 1]], where="post", color=INK, linewidth=1.3)
+        _steps_axis(axes)
+        axes.set(yscale="log", ylabel="best fraction c", ylim=(0.9 * FRACTIONS[0], 1.1))
+        axes.yaxis.set_major_locator(FixedLocator([*TAIL_COLOURS]))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda c, _: f"{c}"))
+        axes.yaxis.set_minor_locator(NullLocator())
+
+    return Figure(
+        "figure5",
+        "Figure 5: every tail, and the best in hindsight",
+        f"Ours, not in the paper: {len(FRACTIONS)} tails from the last {FRACTIONS[0]:.0%} to all, "
+        f"read from one set of {EVERY_TAIL.accumulators} accumulators in one pass, mean over runs. "
+        "Thin lines: fractions in between. Which is best is told from the true error, so it is "
+        "known in hindsight only. Here the "
+        f"best goes from c = {FRACTIONS[tails.best[span[0] - 1]]} at t = {span[0]} to "
+        f"c = {FRACTIONS[tails.best[-1]]} at the end. Of fixed choices c = {FRACTIONS[safest]} "
+        f"is never more than {ratio[safest]:.2f} times the best, the least of all.",
+        (
+            (
+                Panel("every tail: excess error", excess),
+                Panel("every tail: ratio to the best", relative),
+                Panel("the best tail in hindsight", best),
+            ),
+        ),
         (3.3,),
     )
 

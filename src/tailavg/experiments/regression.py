@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tailavg import AnytimeWindow, ExactWindow, Exponential, RawTail, TailAverage
+from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, RawTail, TailAverage
 from tailavg.rules import WindowRule
 
 __all__ = [
@@ -19,7 +19,9 @@ __all__ = [
     "Errors",
     "Problem",
     "Regression",
+    "Tails",
     "measure",
+    "measure_tails",
     "methods",
     "turns",
 ]
@@ -28,6 +30,10 @@ Reals = npt.NDArray[np.float64]
 Point = float | Literal["normal"]
 
 KINDS: tuple[Literal["paper", "balanced"], ...] = ("paper", "balanced")
+
+EVERY_TAIL = AnyTail(16, shortest=0.05)
+FRACTIONS = (0.05, 0.07, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
+"""The tails that are read from it."""
 
 CHUNK = 250_000
 """How many numbers the averages take at once: few enough to stay in cache."""
@@ -158,7 +164,9 @@ def turns() -> dict[Curve, WindowRule]:
 
 
 def measure(
-    problem: Problem, rules: Mapping[Curve, WindowRule], advance: Callable[[int], Any] = lambda _: None
+    problem: Problem,
+    rules: Mapping[Curve, WindowRule],
+    advance: Callable[[int], Any] = lambda _: None,
 ) -> dict[Curve, Reals]:
     """The excess error of every average at every step of every run, all on the same iterates.
 
@@ -180,3 +188,38 @@ def measure(
             done = now.stop
             advance(len(iterates))
     return errors
+
+
+@dataclass(frozen=True)
+class Tails:
+    """The excess error of every tail of `FRACTIONS`, all from one set of blocks.
+
+    Means over runs and their standard errors, of shape (fractions, batches).
+    """
+
+    error: Reals
+    standard_error: Reals
+
+    @property
+    def best(self) -> npt.NDArray[np.intp]:
+        """The tail with the least error at each step, one for all runs: known in hindsight only."""
+        best: npt.NDArray[np.intp] = self.error.argmin(axis=0)
+        return best
+
+    @property
+    def least(self) -> Reals:
+        """Its error."""
+        least: Reals = self.error.min(axis=0)
+        return least
+
+
+def measure_tails(problem: Problem) -> Tails:
+    """Read every tail at every step from one average, on the iterates that `measure` has."""
+    regression = Regression(problem)
+    average = TailAverage(EVERY_TAIL)
+    parts = []
+    for iterates in regression.iterates():
+        errors = regression.excess(average.scan(iterates, FRACTIONS))
+        parts.append((errors.mean(axis=-1), errors.std(axis=-1, ddof=1)))
+    error, deviation = (np.concatenate(part, axis=1) for part in zip(*parts, strict=True))
+    return Tails(error, deviation / math.sqrt(problem.runs))

@@ -7,6 +7,7 @@ import json
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import numpy as np
 import tailavg
 from tailavg.experiments import figures
 from tailavg.experiments.claims import MARGIN, OTHER_MARGINS, Finding, Verdict, ratios
-from tailavg.experiments.regression import Errors, Problem
+from tailavg.experiments.regression import FRACTIONS, Errors, Problem, Tails, measure_tails
 
 __all__ = ["MARKS", "Result", "write"]
 
@@ -39,6 +40,11 @@ class Result:
         """The claims at the problem's own step size."""
         return self.sweep[self.problem.step]
 
+    @cached_property
+    def tails(self) -> Tails:
+        """Every tail at the problem's own step size: measured on first use."""
+        return measure_tails(self.problem)
+
     @property
     def command(self) -> str:
         """The command line that gives these numbers."""
@@ -54,11 +60,12 @@ class Result:
 
 def write(result: Result, folder: Path, advance: Callable[[int], Any] = lambda _: None) -> None:
     """Write everything to a folder that exists; `advance` is told of each of the figures."""
-    drawn = figures.make(result.errors, result.at)
+    drawn = figures.make(result.errors, result.tails, result.at)
     for figure in drawn:
         figures.save(figure, folder)
         advance(1)
     _curves(result.errors, folder / "curves.csv")
+    _tails(result.tails, folder / "tails.csv")
     claims = json.dumps(_claims(result), indent=1, ensure_ascii=False)
     (folder / "claims.json").write_text(claims + "\n", encoding="utf-8")
     (folder / "claims.md").write_text(_markdown(result), encoding="utf-8")
@@ -77,6 +84,18 @@ def _curves(errors: Errors, path: Path) -> None:
             columns = (*figures.mean(values), *ratios(np.log(values / exact)))
             for t, row in enumerate(np.stack(columns, axis=1), start=1):
                 rows.writerow([*curve, t, *(f"{value:.6g}" for value in row)])
+
+
+def _tails(tails: Tails, path: Path) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        rows = csv.writer(file)
+        rows.writerow(["fraction", "t", "error", "standard_error", "ratio_to_best", "is_best"])
+        for i, fraction in enumerate(FRACTIONS):
+            ratio = tails.error[i] / tails.least
+            columns = np.stack((tails.error[i], tails.standard_error[i], ratio), axis=1)
+            for t, row in enumerate(columns, start=1):
+                best = int(tails.best[t - 1] == i)
+                rows.writerow([fraction, t, *(f"{value:.6g}" for value in row), best])
 
 
 def _row(finding: Finding) -> dict[str, Any]:
@@ -228,7 +247,8 @@ up in advance: below each verdict are those at other margins.</p>
 <tbody>{sweep}</tbody></table></div>
 <h2>How to get this page</h2>
 <pre>{escape(result.command)}</pre>
-<p><small>{versions}. The curves are in curves.csv and the claims in claims.json, beside this page.
+<p><small>{versions}. The curves are in curves.csv, those of Figure 5 in tails.csv, and the
+claims in claims.json, beside this page.
 </small></p>
 </body></html>
 """

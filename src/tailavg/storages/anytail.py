@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from tailavg.anytail import AnyTail
-from tailavg.average import Array, TailAverage
+from tailavg.average import Array, TailAverage, numbers
 from tailavg.profile import reading
 from tailavg.rules import WindowRule, read
 from tailavg.schedule import SUM, makes_room, terms, turn
-from tailavg.storages.arithmetic import CHUNK, FOLD, sum_rows, wide
+from tailavg.storages.arithmetic import CHUNK, FOLD, fold, sum_rows, wide
 from tailavg.storages.blocks import BlockStorage
 from tailavg.windows import AnyWindow
 
@@ -34,7 +34,8 @@ class AnyTailStorage(BlockStorage, rules=(AnyTail,)):
         if gone:
             before, start, end = [*starts, t][gone - 1 : gone + 2]
             weight = (end - start) / (end - before)
-            means[gone - 1] = means[gone - 1] * (1.0 - weight) + means.pop(gone) * weight
+            with np.errstate(invalid="ignore"):
+                means[gone - 1] = means[gone - 1] * (1.0 - weight) + means.pop(gone) * weight
         self._arrange(turn(self._rule, starts, t), [*means, 0.0])
         self._set_sum(0.0)
         self._schedule()
@@ -67,19 +68,28 @@ class AnyTailStorage(BlockStorage, rules=(AnyTail,)):
 
     def _take_run(self, rows: Array) -> None:
         assert self._dtype is not None
-        self._set_sum(self._sum + self._held(sum_rows(rows, self._dtype)))
+        total: Any = sum_rows(rows, self._dtype)  # in double precision, until it is folded
+        total = self._sum + (total.item() if self._plain else total.reshape(self._shape))
         self._count += len(rows)
-        if self._count - self._folded >= FOLD:
-            self._fold()
+        if (rest := self._count - self._folded) >= FOLD:
+            mean, total = fold(self._means[-1], self._folded - self._starts[-1], total, rest)
+            self._means[-1] = mean if self._plain else np.asarray(mean, self._dtype)
+            self._folded = self._count
+        self._set_sum(total)
         self._schedule()
 
     def scan(self, xs: Any, window: AnyWindow | Sequence[AnyWindow] | None = None) -> Array:
-        several = isinstance(window, Sequence | np.ndarray)
+        several = isinstance(window, list | tuple)
         windows: Sequence[Any] = window if several else [window]  # type: ignore[assignment]
-        last = self._count + np.shape(xs)[0] if np.ndim(xs) else self._count
+        if not windows:
+            raise ValueError("window: expected at least one, got none")
+        samples = numbers(xs, "samples")
+        last = self._count + (len(samples) if samples.ndim else 0)
+        if self._nan_policy == "omit" and samples.size:
+            last -= int(np.isnan(samples).reshape(len(np.atleast_1d(samples)), -1).any(1).sum())
         rules = [reading(self._rule, one, last) for one in windows]
         before = [self.value(one) if self._count else np.nan for one in windows]
-        rows, kept = self._take_rows(xs)
+        rows, kept = self._take_rows(samples)
         if not len(rows):
             every = np.array([np.broadcast_to(value, np.shape(xs)) for value in before])
             return every if several else every[0]

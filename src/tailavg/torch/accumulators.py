@@ -104,7 +104,7 @@ class Accumulators:
     def add(self) -> None:
         """Take one sample: what the bound tensors hold now."""
         clock = self.clock
-        self._require_whole()
+        self.require_whole()
         self._whole = False
         if clock.due:
             if clock.count > clock.folded:
@@ -121,7 +121,8 @@ class Accumulators:
         clock.tick()
         self._whole = True
 
-    def _require_whole(self) -> None:
+    def require_whole(self) -> None:
+        """Raise unless every update so far has been made to its end."""
         if not self._whole:
             raise RuntimeError(
                 "the average is not whole: an update was interrupted and has reached only a part "
@@ -138,7 +139,7 @@ class Accumulators:
 
         What is overwritten next is first handed to `before`.
         """
-        self._require_whole()
+        self.require_whole()
         for group in self._groups:
             group.read(terms, into, before)
 
@@ -157,7 +158,7 @@ class Accumulators:
 
     def state_dict(self, like: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
         """The state in the layout of `tailavg.state`, its tensors sharded as those of `like`."""
-        self._require_whole()
+        self.require_whole()
         blocks, partial = (
             [
                 {name: sharded_like(view, like[name]) for name, view in views.items()}
@@ -361,11 +362,12 @@ class _Group:
 
     def turn(self, turn: Turn) -> None:
         """Begin a block, in the place of one that is given up or merged if all are in use."""
-        if turn.gone is not None:
-            mean = self.means.pop(turn.gone)
+        gone = turn.gone
+        if gone is not None:
+            mean = self.means[gone]
             if turn.weight:
-                self.means[turn.gone - 1].lerp_(mean, turn.weight)
-            self.means.append(mean)
+                self.means[gone - 1].mul_(1.0 - turn.weight).add_(mean, alpha=turn.weight)
+            self.means = [*self.means[:gone], *self.means[gone + 1 :], mean]
         self.sum.zero_()
 
     def read(

@@ -42,8 +42,8 @@ class Selection(NamedTuple):
     """The best window."""
     score: float
     """Its score."""
-    scores: dict[AnyWindow, float]
-    """Those of all windows that were tried."""
+    scores: list[tuple[AnyWindow, float]]
+    """All windows that were tried, and their scores."""
 
 
 def default_windows(shortest: float) -> list[float]:
@@ -54,7 +54,7 @@ def default_windows(shortest: float) -> list[float]:
         [0.1, 0.14, 0.19, 0.27, 0.37, 0.52, 0.72, 1.0]
     """
     inner = [float(f"{shortest ** (1 - i / 7):.2g}") for i in range(1, 7)]
-    return [shortest, *(fraction for fraction in inner if fraction > shortest), 1.0]
+    return sorted({shortest, *(fraction for fraction in inner if shortest < fraction < 1), 1.0})
 
 
 class ParameterAverage:
@@ -185,6 +185,7 @@ class ParameterAverage:
 
     def weights(self, window: AnyWindow | None = None) -> Reals:
         """The weight of each of the `count` updates, oldest first."""
+        self._accumulators.require_whole()
         rule = profiles.reading(self._rule, window, self.count)
         return profiles.dense_weights(rule, self._accumulators.clock.starts, self.count)
 
@@ -247,22 +248,32 @@ class ParameterAverage:
         self._require_an_update("select_tail")
         if windows is None:
             if not isinstance(self._rule, AnyTail):
-                raise ValueError(f"select_tail: expected an AnyTail to choose from, got {self._rule}")
+                raise ValueError(
+                    f"select_tail: expected an AnyTail to choose from, got {self._rule}"
+                )
             windows = default_windows(self._rule.shortest)
         chosen = list(windows)
+        if not chosen:
+            raise ValueError("select_tail: expected at least one window, got none")
         for window in chosen:  # before the first of many evaluations
             self._accumulators.clock.terms(window)
-        scores: dict[AnyWindow, float] = {}
+        scores: list[tuple[AnyWindow, float]] = []
         for window in chosen:
             with self.average_parameters(window):
-                scores[window] = float(evaluate())
-        finite = [score for score in scores.values() if not math.isnan(score)]
+                score = evaluate()
+                scores.append(
+                    (window, float(score.detach() if isinstance(score, Tensor) else score))
+                )
+        finite = [score for _, score in scores if not math.isnan(score)]
         if not finite:
             raise ValueError(
                 f"select_tail: expected a number for some of the windows {chosen}, got NaN for all"
             )
         score = best(finite)
-        return Selection(next(w for w, one in scores.items() if one == score), score, scores)
+        for window, one in scores:
+            if one == score:
+                return Selection(window, score, scores)
+        raise ValueError(f"best: expected a function that picks one of {finite}, got {score!r}")
 
     def store(self) -> None:
         """Put the parameters aside until `restore`; `copy_to()` may then overwrite them."""
@@ -486,6 +497,7 @@ class ParameterAverage:
         return changed
 
     def _require_an_update(self, call: str) -> None:
+        self._accumulators.require_whole()
         if not self.count:
             waits = f" ({self._calls} of {self._every} calls)" if self._every > 1 else ""
             raise RuntimeError(
