@@ -49,7 +49,7 @@ def fold(mean: Any, count: int, total: Any, rest: int) -> tuple[Any, Any]:
         return (joint, lost) if lost - lost == 0 else (mean * (1 - weight) + fresh * weight, 0.0)
     with np.errstate(invalid="ignore"):
         step = (fresh - mean) * weight
-        joint = mean + step
+        joint = (mean + step).astype(mean.dtype, copy=False)  # a sum may come in more precision
         lost = (step - (joint - mean)) * (count + rest)
         if not np.isfinite(lost).all():
             finite = np.isfinite(lost)
