@@ -28,7 +28,6 @@ _SMALL = (
 )
 _BATCH = 32767  # elements: up to here torch.cat is one loop
 _PART = 1 << 20  # elements that are read at a time: they stay in the shared cache
-_CONVERTED = 1 << 18  # elements that are converted at a time: they stay in that of a core
 _PART_ELSEWHERE = 1 << 22  # on an accelerator, where a call costs more
 
 
@@ -54,16 +53,19 @@ class _Piece(NamedTuple):
 class _Plan(NamedTuple):
     """How tensors are added to the sum; of each pair, the first is a part of the sum."""
 
-    whole: tuple[list[Tensor], list[Tensor]]
+    alike: tuple[list[Tensor], list[Tensor]]
     """Same dtype, device and order of elements: all at once."""
+    unlike: tuple[list[Tensor], list[Tensor]]
+    """Another dtype or order."""
     gathered: list[tuple[Tensor, Tensor, list[Tensor]]]
     """So small that many are gathered in the stage first: sum, stage, tensors."""
-    converted: list[list[tuple[Tensor, Tensor, Tensor]]]
-    """Another dtype or device, part by part through the stage, a stage at a time."""
-    odd: list[tuple[Tensor, Tensor]]
-    """In another order."""
-    waits_for: torch.device | None
-    """Where copies into the stage come from, if not from the same device."""
+    staged: list[list[tuple[Tensor, Tensor, Tensor]]]
+    """On another device, or of 8 bits: part by part through the stage, a stage at a time."""
+    waits_for: set[torch.device]
+    """Those other devices."""
+
+
+_NOTHING = _Plan(([], []), ([], []), [], [], set())
 
 
 class Accumulators:
@@ -265,11 +267,11 @@ class _Group:
         )
         stage = max(_BATCH, min(start, self._part))
         self._stage = empty(stage, dtype, device, pinned=pinned)
-        self._plan = _Plan(([], []), [], [], [], None)
+        self._plan = _NOTHING
 
     def __getstate__(self) -> dict[str, Any]:
         """Copied and pickled without the tensors of the model."""
-        return self.__dict__ | {"_plan": _Plan(([], []), [], [], [], None)}
+        return self.__dict__ | {"_plan": _NOTHING}
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
         """A flat tensor as the tensors it is made of."""
@@ -277,8 +279,8 @@ class _Group:
 
     def bind(self, tensors: Mapping[str, Tensor]) -> None:
         """Plan how these are added to the sum."""
-        plan = _Plan(([], []), [], [], [], None)
-        parts: list[tuple[Tensor, Tensor]] = []  # to be converted
+        plan = _Plan(([], []), ([], []), [], [], set())
+        parts: list[tuple[Tensor, Tensor]] = []  # to be staged
         gathered: set[str] = set()
         for batch in self._batches if self.device.type == "cpu" else ():
             flats = [self._flat(name, tensors[name]) for name in batch]
@@ -290,25 +292,31 @@ class _Group:
             if name in gathered:
                 continue
             flat = self._flat(name, tensors[name])
-            total = self.sum[piece.start : piece.stop] if flat.dim() == 1 else piece.of(self.sum)
-            if self._fits(flat):
-                plan.whole[0].append(total)
-                plan.whole[1].append(flat)
-            elif flat.dim() == 1:
-                size = min(self._part, _CONVERTED) if flat.device == self.device else self._part
-                parts += zip(_split(total, size), _split(flat, size), strict=True)
-            else:
-                plan.odd.append((total, flat))
-        room = 0
+            staged = flat.device != self.device or flat.itemsize == 1
+            if staged and flat.dim() == 1:
+                total = self.sum[piece.start : piece.stop]
+                parts += zip(_split(total, self._part), _split(flat, self._part), strict=True)
+                continue
+            if staged:  # in another order as well: it has a stage of its own
+                stage = piece.shaped(empty(piece.size, self.dtype, self.device))
+                plan.staged.append([(piece.of(self.sum), stage, flat)])
+                continue
+            group = plan.alike if self._fits(flat) else plan.unlike
+            group[0].append(
+                self.sum[piece.start : piece.stop] if flat.dim() == 1 else piece.of(self.sum)
+            )
+            group[1].append(flat)
+        room = len(self._stage)
         for total, part in parts:
             end = room + len(part)
-            if not plan.converted or end > len(self._stage) or part.device == self.device:
-                plan.converted.append([])  # what is converted in the cache is added at once
+            if end > len(self._stage):
+                plan.staged.append([])
                 room, end = 0, len(part)
-            plan.converted[-1].append((total, self._stage[room:end], part))
+            plan.staged[-1].append((total, self._stage[room:end], part))
             room = end
-        away = {part.device for _, part in parts if part.device != self.device}
-        self._plan = plan._replace(waits_for=away.pop() if away else None)
+        devices = {part.device for stages in plan.staged for _, _, part in stages}
+        plan.waits_for.update(devices - {self.device})
+        self._plan = plan
 
     def _flat(self, name: str, tensor: Tensor) -> Tensor:
         """A tensor without its dimensions, in the order of memory, if that is the sum's order."""
@@ -325,20 +333,19 @@ class _Group:
     def add(self, factor: float) -> None:
         """Add the bound tensors, times a factor, to the sum."""
         plan = self._plan
-        if plan.whole[0]:
-            torch._foreach_add_(*plan.whole, alpha=factor)
+        for group in (plan.alike, plan.unlike):
+            if group[0]:
+                torch._foreach_add_(*group, alpha=factor)
         for total, stage, flats in plan.gathered:
             torch.cat(flats, out=stage)
             total.add_(stage, alpha=factor)
-        for parts in plan.converted:
+        for parts in plan.staged:
             for _, stage, part in parts:
                 stage.copy_(part, non_blocking=True)
-            if plan.waits_for is not None:
-                torch.accelerator.current_stream(plan.waits_for).synchronize()
+            for device in plan.waits_for:
+                torch.accelerator.current_stream(device).synchronize()
             for total, stage, _ in parts:
                 total.add_(stage, alpha=factor)
-        for total, tensor in plan.odd:
-            total.add_(tensor.to(self.device), alpha=factor)
 
     def fold(self, block: int, of_mean: float, of_sum: float, *, carry: bool) -> None:
         """Fold the sum into the mean of a block, and begin the next sum with what that rounded off.
