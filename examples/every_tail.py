@@ -3,8 +3,8 @@
     python examples/every_tail.py [--quick] [--epochs 40] [--seeds 5] [--output build/every.svg]
 
 The network of `digits.py` trains with a learning rate that falls to a tenth after 60 % of the run.
-One `AnyTail` sees every step; after each epoch the tails from 10 % to 100 % are read from it. With
-it, in the same runs:
+One `AnyTail` sees every step; after each epoch the tails from 10 % to 100 % are read from it, and
+`select_tail` selects one. Compared with it, in the same runs:
 
 - tails of a fixed fraction, each with its own average, and the last iterate;
 - post-hoc EMA (Karras et al., 2024), as in ema-pytorch: two EMAs, snapshots of both on disk after

@@ -47,8 +47,8 @@ def reproduce(
 ) -> None:
     """Run the paper's experiments, and check what it says about them.
 
-    Writes report.html, the figures (SVG and PNG), curves.csv, tails.csv, claims.json and claims.md to a
-    folder. The paper does not give the step size, the start w₀ nor the solution w*: they are
+    Writes report.html, the figures (SVG and PNG), curves.csv, tails.csv, claims.json and claims.md
+    to a folder. The paper does not give the step size, the start w₀ nor the solution w*: they are
     options.
 
     Example: tailavg reproduce --step 0.2 --output step-0.2

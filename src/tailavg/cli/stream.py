@@ -272,15 +272,15 @@ class Series:
     def __init__(
         self, reads: Reads, averages: list[TailAverage] | None = None, samples: Any = ()
     ) -> None:
-        rules = dict.fromkeys(rule for rule, _ in reads)
-        self.reads = reads
+        rules = list(dict.fromkeys(rule for rule, _ in reads))
+        self.reads = [(rules.index(rule), window) for rule, window in reads]
         if averages is None:
             averages = [TailAverage(rule) for rule in rules]
         self.averages = averages  # without the samples
         self.samples = np.array(samples, np.float64)
         at_cut = {average.count for average in self.averages}
-        if [average.rule for average in self.averages] != list(rules) or len(at_cut) > 1:
-            raise ValueError(f"expected averages of {list(rules)}, got {self.averages}")
+        if [average.rule for average in self.averages] != rules or len(at_cut) > 1:
+            raise ValueError(f"expected averages of {rules}, got {self.averages}")
         if self.samples.ndim != 1 or len(self.samples) >= self._cut:
             raise ValueError(f"{self.samples.shape} samples after {at_cut}")
         if at_cut != {0}:
@@ -303,8 +303,7 @@ class Series:
         return self._values()
 
     def _values(self) -> list[float]:
-        by_rule = {average.rule: average for average in self.averages}
-        return [float(by_rule[rule].value(window)) for rule, window in self.reads]
+        return [float(self.averages[i].value(window)) for i, window in self.reads]
 
     def scan(self, xs: Array) -> Array:
         """Take samples, at least one, and return the averages after each, a row to a sample."""
@@ -316,18 +315,19 @@ class Series:
             self.samples = np.concatenate([self.samples, xs[: cut - known]])
             xs = xs[cut - known :]
             rows = np.empty((len(self.samples), len(self.reads)))
-            averages = [self._scan_samples(average, cut, rows) for average in self.averages]
+            averages = [self._scan_samples(i, cut, rows) for i in range(len(self.averages))]
             if len(self.samples) == cut:
                 self.averages, self.samples = averages, self.samples[:0]
             parts.append(rows[known:])
         return np.concatenate(parts)
 
-    def _scan_samples(self, average: TailAverage, cut: int, rows: Array) -> TailAverage:
-        """Write what is read of an average after each sample since the cut; the average then.
+    def _scan_samples(self, i: int, cut: int, rows: Array) -> TailAverage:
+        """Write what is read of average i after each sample since the cut; the average then.
 
         What is returned is of use at the next cut only.
         """
-        places = [place for place, (rule, _) in enumerate(self.reads) if rule == average.rule]
+        average = self.averages[i]
+        places = [place for place, (its, _) in enumerate(self.reads) if its == i]
         n, finite = len(self.samples), np.isfinite(self.samples)
         if isinstance(average.rule, AnyTail):  # whose sums are not changed by what follows
             scanned = average if n == cut else average.copy()
@@ -343,10 +343,10 @@ class Series:
         rows[:, places] = scanned.scan(padded)[:n, None]
         if usual < n:
             scanned = average.copy()
-            for i, x in enumerate(self.samples.tolist()):
+            for step, x in enumerate(self.samples.tolist()):
                 scanned.update(x)
-                if i >= usual:
-                    rows[i, places] = scanned.value()
+                if step >= usual:
+                    rows[step, places] = scanned.value()
         return scanned
 
 
