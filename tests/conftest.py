@@ -1,3 +1,4 @@
+import signal
 import sys
 from pathlib import Path
 
@@ -9,3 +10,6 @@ settings.register_profile(
     "tailavg", derandomize=True, database=None, deadline=None, max_examples=50, print_blob=False
 )
 settings.load_profile("tailavg")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job
+    signal.signal(signal.SIGINT, signal.default_int_handler)
