@@ -707,7 +707,7 @@ def test_a_window_is_needed(call):
     "window",
     ["0.3", b"0.3", True, np.True_, 0.3j, Decimal("0.3"), {0.3}, {0.3: 1}, object(), float,
      AnytimeWindow(0.3), AnyTail(), np.array([[0.3]]), [[0.3]], "", np.array(0.3)],
-    ids=repr,
+    ids=lambda window: type(window).__name__,
 )  # fmt: skip
 def test_what_is_no_window_is_refused(window, call):
     average = TailAverage(AnyTail())
