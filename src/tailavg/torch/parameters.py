@@ -242,7 +242,7 @@ class ParameterAverage:
             ...     _ = torch.nn.init.constant_(model.weight, min(step, 60))
             ...     average.update()
             >>> found = average.select_tail(lambda: abs(60 - model.weight.item()), [0.2, 0.4, 0.8])
-            >>> found.window, found.score
+            >>> found.window, round(found.score, 3)
             (0.2, 0.0)
         """
         self._require_an_update("select_tail")
