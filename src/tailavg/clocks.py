@@ -108,11 +108,7 @@ class BlockClock(Clock):
     def turn(self) -> Turn | None:
         if self.count < self._closes:
             return None
-        gone = makes_room(self.rule, self._starts, self.count)
-        weight = 0.0
-        if gone:
-            before, start, end = [*self._starts, self.count][gone - 1 : gone + 2]
-            weight = (end - start) / (end - before)
+        gone, weight = makes_room(self.rule, self._starts, self.count)
         self._starts = turn(self.rule, self._starts, self.count)
         self._schedule()
         return Turn(gone, weight)

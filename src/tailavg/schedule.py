@@ -28,14 +28,25 @@ SUM = -1
 """Stands for the sum of the samples that are in no mean yet, in the place of a block."""
 
 
-def makes_room(rule: BlockRule | AnyTail, starts: Sequence[int], t: int) -> int | None:
+def makes_room(
+    rule: BlockRule | AnyTail, starts: Sequence[int], t: int
+) -> tuple[int | None, float]:
     """The block whose place is taken when one is opened at step t; None if there is room.
 
-    The oldest is given up; of `AnyTail`, a later one, which is merged with the one before it.
+    The oldest is given up; of `AnyTail`, a later one, which is merged with the one before it: with
+    this weight in the mean of both.
+
+    Examples:
+        >>> makes_room(AnyTail(6), [0, 4, 6, 7, 8, 9], 10)
+        (2, 0.3333333333333333)
     """
     if len(starts) < rule.accumulators:
-        return None
-    return rule.merged(starts, t) if isinstance(rule, AnyTail) else 0
+        return None, 0.0
+    if not isinstance(rule, AnyTail):
+        return 0, 0.0
+    gone = rule.merged(starts, t)
+    before, start, end = [*starts, t][gone - 1 : gone + 2]
+    return gone, (end - start) / (end - before)
 
 
 def turn(rule: BlockRule | AnyTail, starts: Sequence[int], t: int) -> list[int]:
@@ -46,7 +57,7 @@ def turn(rule: BlockRule | AnyTail, starts: Sequence[int], t: int) -> list[int]:
         >>> turn(AnytimeWindow(100), [0, 50, 100], 150)
         [50, 100, 150]
     """
-    gone = makes_room(rule, starts, t)
+    gone, _ = makes_room(rule, starts, t)
     return [*(start for block, start in enumerate(starts) if block != gone), t]
 
 

@@ -30,10 +30,8 @@ class AnyTailStorage(BlockStorage, rules=(AnyTail,)):
     def _turn(self) -> None:
         self._fold()
         starts, means, t = self._starts, list(self._means), self._count
-        gone = makes_room(self._rule, starts, t)
+        gone, weight = makes_room(self._rule, starts, t)
         if gone:
-            before, start, end = [*starts, t][gone - 1 : gone + 2]
-            weight = (end - start) / (end - before)
             with np.errstate(invalid="ignore"):
                 means[gone - 1] = means[gone - 1] * (1.0 - weight) + means.pop(gone) * weight
         self._arrange(turn(self._rule, starts, t), [*means, 0.0])
