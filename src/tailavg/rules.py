@@ -4,21 +4,18 @@ Every weight in the project comes from one equation, `root`, and from `join`, wh
 
 - `AnytimeWindow` (the paper's *awa*): blocks of consecutive samples, whose means `read` joins;
 - `Exponential` (*exp*): one mean, to which each sample is joined with a decay that follows t;
-- `ExactWindow` (*true*): the last samples themselves;
-- `RawTail` (*raw*): one block, begun at a step that is fixed in advance.
+- `ExactWindow` (*true*) and `RawTail` (*raw*), which weigh all their samples alike, are elsewhere.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
-
 from tailavg.anytail import AnyTail
-from tailavg.windows import NEVER, AnyWindow, Fixed, Window, as_window, smaller, whole
+from tailavg.baselines import ExactWindow, RawTail
+from tailavg.windows import NEVER, AnyWindow, Fixed, OfWindow, Window, smaller, whole
 
 __all__ = ["AnytimeWindow", "ExactWindow", "Exponential", "RawTail", "as_rule", "join", "read"]
 
@@ -68,21 +65,8 @@ def read(sizes: Sequence[Any], k: Any) -> list[Any]:
     return weights
 
 
-class _OfWindow:
-    """What rules share: a window, in the place of which a number will do."""
-
-    window: Window
-
-    def __init__(self, window: AnyWindow) -> None:
-        object.__setattr__(self, "window", as_window(window))
-
-    def size(self, t: Any) -> Any:
-        """k_t."""
-        return self.window.size(t)
-
-
 @dataclass(frozen=True, init=False)
-class AnytimeWindow(_OfWindow):
+class AnytimeWindow(OfWindow):
     """The paper's anytime window average, for any window and number of accumulators.
 
     A block is known by its start, the number of samples before it; the last one is open. It is
@@ -102,12 +86,27 @@ class AnytimeWindow(_OfWindow):
         object.__setattr__(self, "accumulators", whole(accumulators, "accumulators", least=2))
         object.__setattr__(self, "turns", turns)
 
+    @property
+    def _parts(self) -> int:
+        """How many blocks share the window; any number of them if none waits for its share."""
+        shared = self.turns == "balanced" or isinstance(self.window, Fixed)
+        return self.accumulators - 1 if shared else NEVER
+
     def closes(self, starts: Sequence[int]) -> int:
         """The step after which the open block takes no more samples."""
-        z = self.accumulators - 1
-        shared = self.turns == "balanced" or isinstance(self.window, Fixed)
-        end = self.window.filled_at(starts[-1], parts=z) if shared else starts[-1] + 1
-        return max(end, self.window.filled_at(starts[1])) if len(starts) > z else end
+        end = self.window.filled_at(starts[-1], self._parts)
+        full = len(starts) == self.accumulators
+        return max(end, self.window.filled_at(starts[1])) if full else end
+
+    def closed(self, starts: Sequence[Any], t: Any) -> Any:
+        """Whether it takes none after step t, also for traced integers; empty blocks come first.
+
+        Examples:
+            >>> [AnytimeWindow(100).closed([0, 0, 50], t) for t in (99, 100)]
+            [False, True]
+        """
+        spare = (starts[0] == starts[1]) | self.window.filled(starts[1], t)
+        return spare & self.window.filled(starts[-1], t, self._parts)
 
     def uniform_until(self, t: int) -> int:
         """The step until which, from step t on, a turn depends on the blocks' sizes alone."""
@@ -115,7 +114,7 @@ class AnytimeWindow(_OfWindow):
 
 
 @dataclass(frozen=True, init=False)
-class Exponential(_OfWindow):
+class Exponential(OfWindow):
     """An exponential average that has the variance of k_t samples at every step.
 
     Its effective size is n_t = min(n_{t-1} + 1, k_t): the plain mean at first, then k_t. A fixed
@@ -134,59 +133,18 @@ class Exponential(_OfWindow):
             >>> [round(Exponential(0.5).decay(t), 3) for t in (1, 2, 10, 100, 1000)]
             [0.0, 0.0, 0.696, 0.966, 0.997]
         """
-        return join(smaller(t - 1, self.window.size(t - 1)), 1.0, self.window.size(t))
+        return abs(root(*self._joined(t)))
 
+    def fresh(self, t: Any) -> Any:
+        """The weight of sample t, 1 - decay(t), to all its digits in single precision, too."""
+        old, new, excess = self._joined(t)
+        # the larger root for the new mean: the two add up to 2 new / (old + new)
+        return 2.0 * new / (old + new) - root(new, old, excess)
 
-@dataclass(frozen=True, init=False)
-class ExactWindow(_OfWindow):
-    """The true average of the last ⌈k_t⌉ samples, which it stores."""
-
-    window: Window
-
-    def samples(self, t: Any) -> Any:
-        """How many samples are averaged at step t: the ceiling of k_t, or all there are.
-
-        Examples:
-            >>> ExactWindow(0.07).samples(100), ExactWindow(0.07).samples(101)
-            (7, 8)
-        """
-        if isinstance(t, np.ndarray):
-            return np.minimum(t, np.ceil(self.window.size(t))).astype(np.int64)
-        return min(t, math.ceil(self.window.size(t)))
-
-
-@dataclass(frozen=True, init=False)
-class RawTail(_OfWindow):
-    """The standard tail average: the mean of the last k_T of `total` samples, begun when they come.
-
-    Before that its value is the latest sample; past `total` it is the mean of all since its start.
-    """
-
-    window: Window
-    total: int
-    accumulators = 1
-
-    def __init__(self, window: AnyWindow, total: int) -> None:
-        super().__init__(window)
-        object.__setattr__(self, "total", whole(total, "total"))
-
-    @property
-    def first(self) -> int:
-        """How many samples come before the tail."""
-        return self.total - int(min(self.total, math.ceil(self.window.size(self.total))))
-
-    def size(self, t: Any) -> Any:
-        """How many samples are averaged at step t."""
-        most = np.maximum if isinstance(t, np.ndarray) else max
-        return most(1.0, t - self.first)
-
-    def closes(self, starts: Sequence[int]) -> int:
-        """As in `AnytimeWindow`: every sample is a block until the tail, which is one for good."""
-        return starts[-1] + 1 if starts[-1] < self.first else NEVER
-
-    def uniform_until(self, t: int) -> int:
-        """As in `AnytimeWindow`."""
-        return self.first if t < self.first else 0
+    def _joined(self, t: Any) -> tuple[Any, float, Any]:
+        """What `root` takes: n_{t-1}, 1, and their excess over n_t, from which k_t is left out."""
+        k = self.window.size(t - 1)
+        return smaller(t - 1, k), 1.0, (t - 1 >= k) * (1.0 - self.window.growth(t))
 
 
 BlockRule = AnytimeWindow | RawTail

@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, lru_cache
 from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["NEVER", "TIE", "AnyWindow", "Fixed", "Growing", "Window", "as_window"]
+__all__ = ["NEVER", "TIE", "AnyWindow", "Fixed", "Growing", "OfWindow", "Window", "as_window"]
 
 Reals = npt.NDArray[np.float64]
 
@@ -56,8 +56,16 @@ class Fixed:
         """k_t, the same for every step."""
         return np.full(t.shape, float(self.k)) if isinstance(t, np.ndarray) else float(self.k)
 
+    def growth(self, t: Any) -> Any:
+        """k_t - k_{t-1}: none."""
+        return 0.0
+
+    def filled(self, start: Any, t: Any, parts: int = 1) -> Any:
+        """Whether the samples after step `start`, up to step t, make a `parts`-th of the window."""
+        return t - start >= float(-(-self.k // parts))
+
     def filled_at(self, start: int, parts: int = 1) -> int:
-        """The first step at which the samples after step `start` make a `parts`-th of the window.
+        """The first step t at which they do.
 
         Examples:
             >>> Fixed(100).filled_at(5000, parts=3)
@@ -132,30 +140,46 @@ class Growing:
             return float(ratio.numerator), float(ratio.denominator), True
         return self.c, 1.0, False
 
-    def filled_at(self, start: int, parts: int = 1) -> int:
-        """The first step at which the samples after step `start` make a `parts`-th of the window.
+    def growth(self, t: Any) -> Any:
+        """k_t - k_{t-1}, also where single precision cannot tell the two apart.
+
+        Examples:
+            >>> [round(Growing(0.3, at_most=2).growth(t), 3) for t in (3, 4, 5, 6, 7, 8)]
+            [0.0, 0.2, 0.3, 0.3, 0.2, 0.0]
+        """
+        before, k = self.size(t - 1), self.size(t)
+        between = (before > 1.0) & (k < self._most)
+        growth = k - before
+        return growth + between * (self.c - growth)
+
+    def filled(self, start: Any, t: Any, parts: int = 1) -> Any:
+        """Whether the samples after step `start`, up to step t, make a `parts`-th of the window.
 
         A growing window is shared out in equal *ratios*, not sizes: when each block is the
         share (1 - (1-c)^(1/parts)) of the stream as it is closed, `parts` of them cover c.
+        """
+        share, rest = _shares(self.c, parts)
+        # t - start >= share t, a tie forgiven, or t rest >= start: whichever keeps its digits
+        reached = t - start >= share * (1.0 - TIE) * t if share < 0.5 else t * rest >= start
+        if self.at_most is None:
+            return reached
+        capped = float(self._capped_from)
+        full = Fixed(self.at_most).filled(start, t, parts)
+        return (t < capped) & reached | (t >= capped) & full
+
+    def filled_at(self, start: int, parts: int = 1) -> int:
+        """The first step t at which they do.
 
         Examples:
             >>> Growing(0.25).filled_at(3000), Growing(0.25).filled_at(3000, parts=2)
             (4000, 3465)
         """
-        rest = 1.0 - self.c  # what the share leaves of the stream
-        share = self.c
-        if parts > 1:
-            rest **= 1.0 / parts
-            share = -math.expm1(math.log1p(-share) / parts) if share < 1.0 else 1.0
-        rest += share * TIE
-        # t - start >= share t, a tie forgiven, or t >= start / rest: whichever keeps its digits
+        _, rest = _shares(self.c, parts)
         t = NEVER if start >= NEVER * rest else max(start + 1, math.floor(start / rest) - 1)
-        while t < NEVER and (
-            t - start < share * (1.0 - TIE) * t if share < 0.5 else t * rest < start
-        ):
-            t += 1
-        if self.at_most is not None and t >= self._capped_from:
+        if self.at_most is not None and t > self._capped_from:
             t = max(self._capped_from, Fixed(self.at_most).filled_at(start, parts))
+        while t < NEVER and not self.filled(start, t, parts):
+            t += 1
         return t
 
     @cached_property
@@ -165,6 +189,16 @@ class Growing:
         while self.size(t) < self._most:
             t += 1
         return t
+
+
+@lru_cache
+def _shares(c: float, parts: int) -> tuple[float, float]:
+    """A `parts`-th of the window, as a fraction of the stream, and what it leaves of it."""
+    share, rest = c, 1.0 - c
+    if parts > 1:
+        rest **= 1.0 / parts
+        share = -math.expm1(math.log1p(-share) / parts) if share < 1.0 else 1.0
+    return share, rest + share * TIE
 
 
 Window = Fixed | Growing
@@ -188,6 +222,19 @@ def as_window(window: AnyWindow) -> Window:
     if not isinstance(window, Integral) and 0 < window <= 1:
         return Growing(float(window))
     raise ValueError(f"window: {expected}, got {window!r}")
+
+
+class OfWindow:
+    """What rules share: a window, in the place of which a number will do."""
+
+    window: Window
+
+    def __init__(self, window: AnyWindow) -> None:
+        object.__setattr__(self, "window", as_window(window))
+
+    def size(self, t: Any) -> Any:
+        """k_t."""
+        return self.window.size(t)
 
 
 def smaller(a: Any, b: Any) -> Any:
