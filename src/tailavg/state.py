@@ -40,6 +40,7 @@ from tailavg.windows import Fixed, Growing
 __all__ = [
     "FORMAT",
     "VERSION",
+    "by_name",
     "check",
     "check_steps",
     "plain",
@@ -140,6 +141,33 @@ def state(
         "folded": folded,
         "partial": partial,
     }
+
+
+def by_name(
+    state: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The means of the blocks, and the partial sum, as arrays by name.
+
+    A lone array is that of the lone name, whatever it was called.
+
+    Examples:
+        >>> blocks = [[1.0, 2.0]]
+        >>> by_name({"starts": [0], "blocks": blocks, "partial": {"w": [0.0, 0.0]}}, {"x": (2,)})
+        ([{'x': array([1., 2.])}], {'x': array([0., 0.])})
+    """
+    found = []
+    for part in (*list(state["blocks"])[: len(state["starts"])], state["partial"]):
+        arrays = part if isinstance(part, Mapping) else {"": part}
+        if len(arrays) == len(shapes) == 1:
+            arrays = dict(zip(shapes, arrays.values(), strict=True))
+        if set(arrays) != set(shapes):
+            raise ValueError(f"state: expected arrays of {list(shapes)}, got {list(arrays)}")
+        named = {name: np.asarray(arrays[name]) for name in shapes}
+        for name, shape in shapes.items():
+            if named[name].shape != shape:
+                raise ValueError(f"state: {name}: expected shape {shape}, got {named[name].shape}")
+        found.append(named)
+    return found[:-1], found[-1]
 
 
 def check_steps(count: int, starts: Sequence[int], folded: int) -> None:

@@ -1,0 +1,14 @@
+"""Tail averages for JAX: pure functions of a state that is a pytree; see `tail_average`.
+
+from tailavg.jax import tail_average
+
+average = tail_average(0.25)             # the last quarter of all updates
+state = average.init(params)
+state = average.update(state, params)    # in the jitted step
+average.value(state, like=params)        # for evaluation
+"""
+
+from tailavg.jax.clocks import BlockClock, DecayClock
+from tailavg.jax.trees import TreeAverage, TreeState, tail_average, value
+
+__all__ = ["BlockClock", "DecayClock", "TreeAverage", "TreeState", "tail_average", "value"]

@@ -1,0 +1,334 @@
+"""The averages of pytrees, as pure functions.
+
+The arrays are touched once a step: a sample is added to a sum. Every few hundred steps, or when a
+block is closed, the sum is folded into the mean of its block.
+
+XLA does that in place, without a copy of the parameters, because of how it is written: the
+conditional fold hands out the means and a flag, and the sum, which the fold only reads, is cleared
+outside, by that flag. So XLA knows that nothing is added to the sum before the fold has read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from tailavg import clocks
+from tailavg import state as layout
+from tailavg.jax.clocks import BlockClock, DecayClock, Step, clock_for
+from tailavg.profile import Profile, profile
+from tailavg.rules import AnytimeWindow, Exponential, Rule, as_rule
+from tailavg.schedule import SUM
+from tailavg.windows import AnyWindow
+
+__all__ = ["TreeAverage", "TreeState", "tail_average", "value"]
+
+Tree: TypeAlias = Any
+
+
+class TreeState(NamedTuple):
+    """A tail average of a pytree, after some step."""
+
+    count: Array  # type: ignore[assignment]  # a tuple has a method of this name
+    """The number of trees so far, t."""
+    size: Array
+    """The size of the window, k_t."""
+    clock: BlockClock | DecayClock
+    """Which samples are where."""
+    sums: Tree
+    """The samples that are in no mean yet, summed; what is not averaged, as it came last."""
+    means: Tree
+    """The means of blocks, stacked along a first axis; None for what is not averaged."""
+
+
+@dataclass(frozen=True)
+class TreeAverage:
+    """The pure functions of a tail average; made by `tail_average`."""
+
+    rule: AnytimeWindow | Exponential
+    dtype: np.dtype[Any]
+
+    def init(self, tree: Tree) -> TreeState:
+        """The state before the first update, whose value is the tree itself.
+
+        Floating and complex leaves will be averaged, others are carried as they come.
+        Accumulators are sharded as their leaves.
+        """
+        if jnp.result_type(self.dtype) != self.dtype:
+            raise ValueError(
+                f"dtype: expected float32, since x64 is off, got {self.dtype}; to turn it on, "
+                'jax.config.update("jax_enable_x64", True) before anything else'
+            )
+        clock, places = clock_for(self.rule), self.rule.accumulators
+        sums = jax.tree.map(self._accumulator, tree)
+        return TreeState(
+            count=jnp.zeros_like(clock.folded),
+            size=jnp.asarray(self.rule.size(1), jnp.result_type(float)),
+            clock=clock,
+            sums=sums,
+            # not of zeros, which would not be sharded as the tree is
+            means=jax.tree.map(
+                lambda x: jnp.broadcast_to(x, (places, *x.shape)) if _averaged(x) else None, sums
+            ),
+        )
+
+    def _accumulator(self, leaf: Any) -> Array:
+        """A leaf in the dtype of its accumulators, always a copy: the state may be donated."""
+        if not _averaged(leaf):
+            return jnp.array(leaf, copy=True)
+        wide = jnp.complex64 if jnp.iscomplexobj(leaf) else self.dtype
+        return jnp.array(leaf, jnp.promote_types(self.dtype, wide), copy=True)
+
+    # outside jax.jit, too: else the conditional would be compiled at each step
+    @partial(jax.jit, static_argnames="self", inline=True)
+    def update(self, state: TreeState, tree: Tree) -> TreeState:
+        """The state after one more tree, of the structure and shapes of that given to `init`.
+
+        Inside `jax.jit`, with the old state donated, no array is copied.
+        """
+        leaves, sums, means, structure = _aligned(tree, state)
+        clock: Any = state.clock
+        step, clock = clock.step(self.rule, state.count)
+        averaged = [i for i, mean in enumerate(means) if mean is not None]
+
+        def fold(means: list[Array], sums: list[Array]) -> tuple[list[Array], Array]:
+            return [_fold(step, *both) for both in zip(means, sums, strict=True)], jnp.array(False)
+
+        def keep(means: list[Array], _: list[Array]) -> tuple[list[Array], Array]:
+            return means, jnp.array(True)
+
+        held, kept = lax.cond(
+            step.folds, fold, keep, [means[i] for i in averaged], [sums[i] for i in averaged]
+        )
+        for i, mean in zip(averaged, held, strict=True):
+            sample = _times(step.factor, leaves[i].astype(sums[i].dtype))
+            means[i], leaves[i] = mean, jnp.where(kept, sums[i], 0) + sample
+        count = state.count + 1
+        return TreeState(
+            count=count,
+            size=jnp.asarray(self.rule.size(count), state.size.dtype),
+            clock=jax.tree.map(lambda new, old: new.astype(old.dtype), clock, state.clock),
+            sums=structure.unflatten(leaves),
+            means=structure.unflatten(means),
+        )
+
+    def value(self, state: TreeState, like: Tree = None) -> Tree:
+        """The average, as a new tree. See `value`."""
+        return value(state, like)
+
+    def size(self, state: TreeState) -> Array:
+        """The size of the window, k_t: what was asked for. `profile` has what was got."""
+        return state.size
+
+    def profile(self, state: TreeState) -> Profile:
+        """A summary of the weights: effective size, mean age, oldest age. Not inside `jax.jit`.
+
+        Examples:
+            >>> average = tail_average(100)
+            >>> state = average.init(0.0)
+            >>> for x in range(1000):
+            ...     state = average.update(state, x)
+            >>> average.profile(state)
+            Profile(count=1000, size=100.0, effective_size=100.0, mean_age=49.5,
+                    oldest_age=99, accumulators=3)
+        """
+        count = int(state.count)
+        if not count:
+            raise ValueError("profile: expected at least one update before it, got none")
+        starts, _ = state.clock.blocks(count)
+        return profile(self.rule, starts, count)
+
+    def state_dict(self, state: TreeState) -> dict[str, Any]:
+        """The state in the layout of `tailavg.state`, for other frameworks. Not inside `jax.jit`.
+
+        Leaves are named by their paths, as "layer.weight"; what is not averaged is left out. To
+        stop and resume within JAX, save the state itself, a pytree: that is exact to the bit.
+        """
+        count, folded = int(state.count), int(state.clock.folded)
+        starts, places = state.clock.blocks(count)
+        means = _named(state.means)
+        partial = {
+            name: np.array(total) for name, total in _named(state.sums).items() if name in means
+        }
+        nothing = {name: np.zeros_like(total) for name, total in partial.items()}
+        blocks = [{name: np.array(mean[place]) for name, mean in means.items()} for place in places]
+        if isinstance(state.clock, DecayClock):  # other storages sum with other factors
+            average = _named(value(state))
+            blocks = [{name: np.array(average[name]) for name in means} for _ in starts]
+            folded, partial = count, nothing
+        elif starts and folded == starts[-1]:  # an older block is still in that place
+            blocks[-1] = nothing
+        return layout.state(
+            self.rule,
+            dtype=self.dtype.name,
+            count=count,
+            starts=starts,
+            blocks=blocks,
+            folded=folded,
+            partial=partial if count else nothing,
+        )
+
+    def from_state_dict(self, saved: Mapping[str, Any], tree: Tree) -> TreeState:
+        """The state to go on from what any framework saved in the layout of `tailavg.state`.
+
+        Arguments:
+            saved: Its arrays are those of the leaves with their names; a lone array and a lone
+                leaf belong together whatever they are called.
+            tree: As for `init`: it has the structure, the shardings, and what is not averaged.
+        """
+        layout.check(saved)
+        rule = layout.rule_from(saved["rule"])
+        if rule != self.rule:
+            raise ValueError(f"state: expected {self.rule}, got one of {rule}; make the average so")
+        count, starts, folded = saved["count"], list(saved["starts"]), saved["folded"]
+        layout.check_steps(count, starts, folded)
+        clock = clocks.clock_for(self.rule)
+        clock.restore(count, starts, folded)
+        state = self.init(tree)
+        if not count:
+            return state
+        shapes = {name: mean.shape[1:] for name, mean in _named(state.means).items()}
+        blocks, partial = layout.by_name(saved, shapes)
+        nothing = {name: np.zeros(shape) for name, shape in shapes.items()}
+        room = self.rule.accumulators - len(starts)
+        scalars: dict[str, Any] = {"folded": folded, "starts": [0] * room + starts}
+        if isinstance(self.rule, Exponential):  # other storages sum with other factors
+            terms = [(w, partial if block == SUM else blocks[block]) for w, block in clock.terms()]
+            blocks = [{name: sum(w * part[name] for w, part in terms) for name in shapes}]
+            partial, scalars = nothing, {"folded": count, "share": 0.0}
+        blocks = [*[nothing] * room, *blocks]
+
+        def put(values: Any, like: Array) -> Array:
+            array = np.asarray(values).astype(like.dtype)
+            return jax.device_put(array, like.sharding)  # type: ignore[no-any-return]
+
+        fields = {name: put(x, getattr(state.clock, name)) for name, x in scalars.items()}
+        return TreeState(
+            count=put(count, state.count),
+            size=put(self.rule.size(count), state.size),
+            clock=state.clock._replace(**fields),
+            sums=jax.tree.map_with_path(
+                lambda path, total: put(partial[_name(path)], total) if _averaged(total) else total,
+                state.sums,
+            ),
+            means=jax.tree.map_with_path(
+                lambda path, means: put([block[_name(path)] for block in blocks], means),
+                state.means,
+            ),
+        )
+
+
+def tail_average(rule: AnyWindow | Rule, *, dtype: Any = jnp.float32) -> TreeAverage:
+    """The tail average of pytrees: `init`, `update`, `value`, `size` and `profile`, all pure.
+
+    Arguments:
+        rule: An `AnytimeWindow`, an `Exponential`, or a window or number that stands for the first.
+        dtype: That of the accumulators: `jnp.float32` or `jnp.float64`.
+
+    Examples:
+        >>> average = tail_average(100)
+        >>> state = average.init({"w": jnp.zeros(2)})
+        >>> update = jax.jit(average.update, donate_argnums=0)
+        >>> for x in range(1000):
+        ...     state = update(state, {"w": jnp.full(2, x, jnp.float32)})
+        >>> average.value(state)
+        {'w': Array([949.5, 949.5], dtype=float32)}
+    """
+    rule = as_rule(rule)
+    if not isinstance(rule, AnytimeWindow | Exponential):
+        raise TypeError(
+            f"rule: expected an AnytimeWindow or an Exponential, got {rule}, whose decisions "
+            "cannot be made inside jax.jit"
+        )
+    kind = np.dtype(dtype)
+    if kind not in (np.float32, np.float64):
+        raise TypeError(f"dtype: expected float32 or float64, got {kind}")
+    return TreeAverage(rule, kind)
+
+
+@jax.jit
+def value(state: TreeState, like: Tree = None) -> Tree:
+    """The average, as a new tree; before the first update, the tree given to `init`.
+
+    It needs no rule: the state has all that it takes.
+
+    Arguments:
+        state: The state.
+        like: A tree with the dtypes that are wanted, such as the parameters; if there is none,
+            those of the accumulators.
+    """
+    wanted, sums, means, structure = _aligned(state.sums if like is None else like, state)
+    of_means, of_sum = state.clock.weights(state.count, state.size)
+
+    def average(total: Array, means: Array | None, like: Array) -> Array:
+        if means is None:
+            return jnp.copy(total)
+        parts = [(of_sum, total), *((of_means[place], means[place]) for place in range(len(means)))]
+        # what has no weight may be a NaN
+        terms = [jnp.where(weight > 0, _times(weight, part), 0) for weight, part in parts]
+        return jnp.asarray(sum(terms)).astype(like.dtype)
+
+    return structure.unflatten(list(map(average, sums, means, wanted)))
+
+
+def _fold(step: Step, means: Array, total: Array) -> Array:
+    """Fold a sum into the mean in its place."""
+    old = lax.dynamic_slice_in_dim(means, step.slot, 1)
+    new = _times(step.scale, total[None])
+    change = _times(step.weight, new - old)
+    # there is no difference of infinities
+    blend = _times(1.0 - step.weight, old) + _times(step.weight, new)
+    joint = jnp.where(jnp.isfinite(change), old + change, blend)
+    joint = jnp.where(step.weight < 1.0, joint, new)
+    return lax.dynamic_update_slice_in_dim(means, joint, step.slot, 0)
+
+
+def _times(factor: Any, array: Array) -> Array:
+    """The product, in the precision of the array."""
+    return array * jnp.asarray(factor, array.real.dtype)
+
+
+def _averaged(leaf: Any) -> bool:
+    return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
+
+
+def _aligned(tree: Tree, state: TreeState) -> tuple[list[Array], list[Any], list[Any], Any]:
+    """The leaves of a tree, those of the sums and of the means, and the structure of all."""
+    structure: Any = jax.tree.structure(state.sums)
+    got: Any = jax.tree.structure(tree)
+    if structure != got:
+        raise ValueError(f"tree: expected the structure given to init, {structure}, got {got}")
+    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+    sums = jax.tree.leaves_with_path(state.sums)
+    for new, (path, old) in zip(leaves, sums, strict=True):
+        if new.shape != old.shape:
+            raise ValueError(f"tree: {_name(path)}: expected shape {old.shape}, got {new.shape}")
+        if _averaged(old):
+            fits = jnp.iscomplexobj(old) or not jnp.iscomplexobj(new)
+        else:
+            fits = new.dtype == old.dtype
+        if not fits:
+            raise TypeError(
+                f"tree: {_name(path)}: expected {old.dtype}, as given to init, got {new.dtype}"
+            )
+    return leaves, [old for _, old in sums], structure.flatten_up_to(state.means), structure
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def _named(tree: Tree) -> dict[str, Array]:
+    """The leaves by their paths."""
+    leaves = jax.tree.leaves_with_path(tree)
+    named = {_name(path): leaf for path, leaf in leaves}
+    if len(named) < len(leaves):
+        raise ValueError("tree: expected leaves of different names, got one name for two")
+    return named
