@@ -25,12 +25,16 @@ class Step(NamedTuple):
 
     folds: Array
     """Whether the sum is first folded into a mean, and begun anew."""
+    carries: Array
+    """Whether what that rounds off begins the next sum."""
     slot: Array | int
-    """The place of that mean."""
+    """The place of the mean."""
     scale: Array
     """What makes the sum a mean of its own."""
     weight: Array
     """The weight of that in the joint mean; 1 if what was in the place is to be forgotten."""
+    carry: Array
+    """What is rounded off is multiplied by this in the next sum."""
     factor: Array | float
     """What the sample is multiplied by in the sum."""
 
@@ -53,9 +57,11 @@ class BlockClock(NamedTuple):
         folds = (t == 0) | (rest >= FOLD) | closed
         step = Step(
             folds,
+            carries=folds & (rest < size) & ~closed,
             slot=self.newest,
             scale=1.0 / jnp.maximum(rest, 1),
             weight=rest / jnp.maximum(size, 1),
+            carry=size,
             factor=1.0,
         )
         clock = BlockClock(
@@ -117,7 +123,16 @@ class DecayClock(NamedTuple):
             total=jnp.where(folds, factor, self.total + factor),
             decayed=decayed,
         )
-        return Step(folds, 0, 1.0 / self.total, self.share, factor), clock
+        step = Step(
+            folds,
+            carries=folds & (self.share < 1.0),
+            slot=0,
+            scale=1.0 / self.total,
+            weight=self.share,
+            carry=1.0 - weight,
+            factor=factor,
+        )
+        return step, clock
 
     def weights(self, t: Array, k: Array) -> tuple[Array, Array]:
         """The weights of the mean and of the sum."""

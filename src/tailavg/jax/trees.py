@@ -3,14 +3,14 @@
 The arrays are touched once a step: a sample is added to a sum. Every few hundred steps, or when a
 block is closed, the sum is folded into the mean of its block.
 
-XLA does that in place, without a copy of the parameters, because of how it is written: the
-conditional fold hands out the means and a flag, and the sum, which the fold only reads, is cleared
-outside, by that flag. So XLA knows that nothing is added to the sum before the fold has read it.
+XLA does that without a copy of the parameters because of how it is written. A conditional changes
+either the sums or the means, never both, and hands out a flag; the next one, which changes what the
+one before has read, depends on that flag. So XLA knows that it can work in place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -97,19 +97,10 @@ class TreeAverage:
         clock: Any = state.clock
         step, clock = clock.step(self.rule, state.count)
         averaged = [i for i, mean in enumerate(means) if mean is not None]
-
-        def fold(means: list[Array], sums: list[Array]) -> tuple[list[Array], Array]:
-            return [_fold(step, *both) for both in zip(means, sums, strict=True)], jnp.array(False)
-
-        def keep(means: list[Array], _: list[Array]) -> tuple[list[Array], Array]:
-            return means, jnp.array(True)
-
-        held, kept = lax.cond(
-            step.folds, fold, keep, [means[i] for i in averaged], [sums[i] for i in averaged]
-        )
-        for i, mean in zip(averaged, held, strict=True):
-            sample = _times(step.factor, leaves[i].astype(sums[i].dtype))
-            means[i], leaves[i] = mean, jnp.where(kept, sums[i], 0) + sample
+        held, totals = _fold(step, [means[i] for i in averaged], [sums[i] for i in averaged])
+        for i, mean, total in zip(averaged, held, totals, strict=True):
+            sample = leaves[i].astype(total.dtype)
+            means[i], leaves[i] = mean, total + _times(step.factor, sample)
         count = state.count + 1
         return TreeState(
             count=count,
@@ -278,16 +269,61 @@ def value(state: TreeState, like: Tree = None) -> Tree:
     return structure.unflatten(list(map(average, sums, means, wanted)))
 
 
-def _fold(step: Step, means: Array, total: Array) -> Array:
-    """Fold a sum into the mean in its place."""
-    old = lax.dynamic_slice_in_dim(means, step.slot, 1)
-    new = _times(step.scale, total[None])
-    change = _times(step.weight, new - old)
-    # there is no difference of infinities
-    blend = _times(1.0 - step.weight, old) + _times(step.weight, new)
-    joint = jnp.where(jnp.isfinite(change), old + change, blend)
-    joint = jnp.where(step.weight < 1.0, joint, new)
-    return lax.dynamic_update_slice_in_dim(means, joint, step.slot, 0)
+def _fold(step: Step, means: list[Array], sums: list[Array]) -> tuple[list[Array], list[Array]]:
+    """Fold the sums, if that is due, into the means in their place; and the sums to go on with.
+
+    As `tailavg.storages.arithmetic.fold`: what is rounded off begins the next sum. XLA works in
+    place only if what is changed is read in its own shape, and a slice with its first axis.
+    """
+
+    def held(means: Array) -> Array:
+        mean: Array = lax.dynamic_slice_in_dim(means, step.slot, 1)
+        return mean
+
+    def difference(mean: Array, own: Array) -> Array:
+        # there is none of infinities
+        return _times(step.weight, own - jnp.where(jnp.isfinite(mean), mean, 0))
+
+    def change(total: Array, means: Array) -> Array:
+        return difference(held(means)[0], _times(step.scale, total))
+
+    def joint(means: Array, total: Array) -> Array:
+        mean, own = held(means), _times(step.scale, total[None])
+        made = jnp.where(step.carries, total[None], difference(mean, own))
+        mean = jnp.where(step.weight < 1.0, mean + made, own)
+        updated: Array = lax.dynamic_update_slice_in_dim(means, mean, step.slot, 0)
+        return updated
+
+    def lost(change: Array, means: Array) -> Array:
+        mean = held(means)[0]
+        rest = change - (mean - (mean - change))
+        return jnp.where(jnp.isfinite(rest), _times(step.carry, rest), 0)
+
+    sums, changed = _changed(step.carries, change, sums, means)
+    means, joined = _changed(step.folds | changed, joint, means, sums)
+    sums, carried = _changed(step.carries & joined, lost, sums, means)
+    kept = carried | ~joined
+    return means, [jnp.where(kept, total, 0) for total in sums]
+
+
+def _changed(
+    flag: Array,
+    function: Callable[[Array, Array], Array],
+    arrays: list[Array],
+    others: list[Array],
+) -> tuple[list[Array], Array]:
+    """The arrays, if the flag is set, as a function of both; and the flag, known only after that.
+
+    Who waits for that flag may change the others in their place.
+    """
+    changed: tuple[list[Array], Array] = lax.cond(
+        flag,
+        lambda arrays, others: (list(map(function, arrays, others)), jnp.array(True)),
+        lambda arrays, _: (arrays, jnp.array(False)),
+        arrays,
+        others,
+    )
+    return changed
 
 
 def _times(factor: Any, array: Array) -> Array:
