@@ -265,8 +265,13 @@ class TailAverage:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> TailAverage:
-        """The average that `state_dict` saved; it goes on as if it had never stopped."""
+        """The average that `state_dict` saved; it goes on as if it had never stopped.
+
+        What another framework saved will do, if it is of one array.
+        """
         layout.check(state)
+        if isinstance(state["partial"], Mapping):
+            state = layout.unnamed(state)
         try:
             average = TailAverage(
                 layout.rule_from(state["rule"]),

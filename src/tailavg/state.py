@@ -16,6 +16,9 @@ A state is a dict of plain data:
   `Exponential`, the sum of sample i times (1 - decay(i)) / (decay(folded + 1) ⋯ decay(i)), or times
   1 - decay(i) if that product is below 2⁻³²
 
+Of several arrays, each block and `partial` are dicts of arrays by name, and there may be `calls`, a
+number of calls between two samples. What one framework saved another one loads.
+
 An `Exponential` has one block and its mean is the average at step `folded`; an `ExactWindow` has
 blocks of one sample.
 """
@@ -47,6 +50,7 @@ __all__ = [
     "read_file",
     "rule_from",
     "state",
+    "unnamed",
     "write_file",
 ]
 
@@ -66,6 +70,7 @@ _KEYS: dict[str, Any] = {
     "folded": int,
     "partial": (int, float, complex, np.ndarray, Mapping),
 }
+_OPTIONAL: dict[str, Any] = {"calls": int}
 _TYPES: dict[str, Any] = {
     kind.__name__: kind
     for kind in (Fixed, Growing, AnytimeWindow, Exponential, ExactWindow, RawTail, AnyTail)
@@ -148,17 +153,17 @@ def by_name(
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The means of the blocks, and the partial sum, as arrays by name.
 
-    A lone array is that of the lone name, whatever it was called.
+    If there is but one array, it needs no name.
 
     Examples:
-        >>> blocks = [[1.0, 2.0]]
-        >>> by_name({"starts": [0], "blocks": blocks, "partial": {"w": [0.0, 0.0]}}, {"x": (2,)})
-        ([{'x': array([1., 2.])}], {'x': array([0., 0.])})
+        >>> state = {"starts": [0], "blocks": np.array([[1.0, 2.0]]), "partial": np.zeros(2)}
+        >>> by_name(state, {"weight": (2,)})
+        ([{'weight': array([1., 2.])}], {'weight': array([0., 0.])})
     """
     found = []
     for part in (*list(state["blocks"])[: len(state["starts"])], state["partial"]):
         arrays = part if isinstance(part, Mapping) else {"": part}
-        if len(arrays) == len(shapes) == 1:
+        if len(arrays) == len(shapes) == 1 and ("" in arrays or "" in shapes):
             arrays = dict(zip(shapes, arrays.values(), strict=True))
         if set(arrays) != set(shapes):
             raise ValueError(f"state: expected arrays of {list(shapes)}, got {list(arrays)}")
@@ -168,6 +173,14 @@ def by_name(
                 raise ValueError(f"state: {name}: expected shape {shape}, got {named[name].shape}")
         found.append(named)
     return found[:-1], found[-1]
+
+
+def unnamed(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state of one array that has a name, without it."""
+    shape = np.shape(next(iter(state["partial"].values()), ()))
+    blocks, partial = by_name(state, {"": shape})
+    means = np.array([block[""] for block in blocks]).reshape(len(blocks), *shape)
+    return {**state, "blocks": means, "partial": partial[""]}
 
 
 def check_steps(count: int, starts: Sequence[int], folded: int) -> None:
@@ -190,11 +203,8 @@ def check_steps(count: int, starts: Sequence[int], folded: int) -> None:
         )
 
 
-def check(state: Any, also: tuple[str, ...] = ()) -> None:
-    """Raise a ValueError unless `state` has the keys, types and version of this layout.
-
-    A storage may have keys of its own beside them: those of `also`, whole numbers.
-    """
+def check(state: Any) -> None:
+    """Raise a ValueError unless `state` has the keys, types and version of this layout."""
     if not isinstance(state, Mapping):
         raise ValueError(f"state: expected a dict, got {type(state).__name__}")
     if state.get("format") != FORMAT:
@@ -204,13 +214,13 @@ def check(state: Any, also: tuple[str, ...] = ()) -> None:
             f"state: expected version {VERSION}, got {state.get('version')!r}; "
             "read it with the version of tailavg that wrote it"
         )
-    keys = _KEYS | dict.fromkeys(also, int)
-    if missing := [key for key in keys if key not in state]:
+    if missing := [key for key in _KEYS if key not in state]:
         raise ValueError(f"state: missing {', '.join(missing)}; was it truncated?")
+    keys = _KEYS | _OPTIONAL
     if unexpected := [str(key) for key in state if key not in keys]:
         raise ValueError(f"state: unexpected {', '.join(unexpected)}")
-    for key, kinds in keys.items():
-        value = state[key]
+    for key, value in state.items():
+        kinds = keys[key]
         if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
             raise ValueError(f"state: {key}: got {value!r} of type {type(value).__name__}")
     if isinstance(state["blocks"], np.ndarray) and not state["blocks"].ndim:

@@ -180,11 +180,9 @@ class Accumulators:
             partial=partial[0],
         )
 
-    def load(
-        self, state: Mapping[str, Any], tracking: Tracking, also: tuple[str, ...] = ()
-    ) -> None:
-        """Go on from a state of a model with these tensors."""
-        layout.check(state, also)
+    def load(self, state: Mapping[str, Any], tracking: Tracking) -> None:
+        """Go on from a state of a model with these tensors; of one alone, without a name, too."""
+        layout.check(state)
         dtype = str(self.dtype).removeprefix("torch.")
         if layout.rule_from(state["rule"]) != self.clock.rule or state["dtype"] != dtype:
             raise ValueError(
@@ -202,8 +200,19 @@ class Accumulators:
             ("state: partial", partial[0], state["partial"]),
         ]:
             if not isinstance(saved, Mapping):
-                raise ValueError(f"{what}: expected tensors by name, got {type(saved).__name__}")
-            saved = {tracking.aliases.get(name, name): value for name, value in saved.items()}
+                if len(views) > 1:
+                    raise ValueError(
+                        f"{what}: expected tensors by name, got {type(saved).__name__}"
+                    )
+                saved = {"": saved}
+            if len(views) == len(saved) == 1 and "" in saved:
+                saved = dict(zip(views, saved.values(), strict=True))
+            saved = {
+                tracking.aliases.get(name, name): value
+                if isinstance(value, Tensor)
+                else torch.as_tensor(value, device="cpu")
+                for name, value in saved.items()
+            }
             check_names(what, tracking.shapes, saved)
             for name, view in views.items():
                 if saved[name].dtype != view.dtype:

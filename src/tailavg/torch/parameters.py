@@ -475,8 +475,8 @@ class ParameterAverage:
         """
         self._require_training_weights("load_state_dict")
         self._look_again()
-        self._accumulators.load(state, self._tracking, also=("calls",))
-        self._calls = state["calls"] % self._every
+        self._accumulators.load(state, self._tracking)
+        self._calls = state.get("calls", 0) % self._every
 
     @outside_autograd
     def to(self, device: torch.device | str | int) -> ParameterAverage:
