@@ -1,3 +1,4 @@
+import os
 import signal
 import sys
 from pathlib import Path
@@ -5,6 +6,9 @@ from pathlib import Path
 from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `model` and `cases`
+
+# before JAX starts: several devices, to shard arrays over
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 
 settings.register_profile(
     "tailavg", derandomize=True, database=None, deadline=None, max_examples=50, print_blob=False

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
+from tailavg.extras import needs
 
-from tailavg.cli.checkpoints import checkpoints
-from tailavg.cli.profile import profile
-from tailavg.cli.reproduce import reproduce
-from tailavg.cli.stream import stream
+with needs("cli"):
+    import typer
+
+    from tailavg.cli.checkpoints import checkpoints
+    from tailavg.cli.profile import profile
+    from tailavg.cli.reproduce import reproduce
+    from tailavg.cli.stream import stream
 
 __all__ = ["app"]
 

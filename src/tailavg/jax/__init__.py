@@ -8,7 +8,10 @@ state = average.update(state, params)    # in the jitted step
 average.value(state, like=params)        # for evaluation
 """
 
-from tailavg.jax.clocks import BlockClock, DecayClock
-from tailavg.jax.trees import TreeAverage, TreeState, tail_average, value
+from tailavg.extras import needs
+
+with needs("jax"):
+    from tailavg.jax.clocks import BlockClock, DecayClock
+    from tailavg.jax.trees import TreeAverage, TreeState, tail_average, value
 
 __all__ = ["BlockClock", "DecayClock", "TreeAverage", "TreeState", "tail_average", "value"]

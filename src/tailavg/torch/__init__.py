@@ -1,9 +1,12 @@
 """Tail averages of the weights of PyTorch models."""
 
-from tailavg.torch.batchnorm import convert_tail_batchnorm, recompute_batchnorm
-from tailavg.torch.functions import growing_avg_fn, growing_multi_avg_fn
-from tailavg.torch.model import AveragedModel
-from tailavg.torch.parameters import ParameterAverage, Selection
+from tailavg.extras import needs
+
+with needs("torch"):
+    from tailavg.torch.batchnorm import convert_tail_batchnorm, recompute_batchnorm
+    from tailavg.torch.functions import growing_avg_fn, growing_multi_avg_fn
+    from tailavg.torch.model import AveragedModel
+    from tailavg.torch.parameters import ParameterAverage, Selection
 
 __all__ = [
     "AveragedModel",
