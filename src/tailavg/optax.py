@@ -108,6 +108,8 @@ def _tails(node: Any) -> list[TreeState]:
     """The states of tails in a state, each of which must come last in its chain."""
     if isinstance(node, TreeState):
         return [node]
+    if jax.tree_util.all_leaves([node]):
+        return []
     children, _ = _children(node)
     found = [_tails(child) for child in children]
     if type(node) is tuple:  # the state of a chain
@@ -126,8 +128,8 @@ def _merged(a: Any, b: Any, both: Literal["first", "raise"] = "raise") -> Any:
     """Two trees in one, where one of them, or both, are masked here and there."""
     if _masked(a) or _masked(b):
         return b if _masked(a) else a
-    children, structure = _children(a)
-    if not jax.tree_util.treedef_is_leaf(structure):
+    if not jax.tree_util.all_leaves([a]):
+        children, structure = _children(a)
         others, _ = _children(b)
         pairs = zip(children, others, strict=True)
         return structure.unflatten([_merged(*pair, both) for pair in pairs])

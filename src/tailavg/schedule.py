@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from tailavg.anytail import AnyTail
-from tailavg.rules import AnytimeWindow, BlockRule, read
+from tailavg.rules import BlockRule, read
 from tailavg.windows import NEVER
 
 __all__ = [
@@ -23,8 +23,6 @@ __all__ = [
     "terms",
     "turn",
 ]
-
-_SINGLE = 1e-4  # of t: by how much a turn is off in single precision, and what that leads to
 
 SUM = -1
 """Stands for the sum of the samples that are in no mean yet, in the place of a block."""
@@ -133,19 +131,8 @@ def terms(starts: Sequence[int], folded: int, t: int, k: float) -> list[tuple[fl
 
 
 def check_starts(rule: BlockRule | AnyTail, starts: Sequence[int], t: int) -> None:
-    """Raise a ValueError unless these are the starts of the blocks at step t, or nearly.
-
-    In single precision, blocks of a growing window are closed a little sooner or later, which
-    serves as well.
-    """
+    """Raise a ValueError unless these are the starts of the blocks at step t."""
     expected = advance(rule, [0], t) if t else []
-    off = int(_SINGLE * t) if isinstance(rule, AnytimeWindow) else 0
-    for near in (t, t - off, t + off) if off else ():
-        blocks = advance(rule, [0], near)
-        if len(starts) == len(blocks) and all(
-            abs(start - block) <= off for start, block in zip(starts, blocks, strict=True)
-        ):
-            return
     if list(starts) != expected:
         raise ValueError(
             f"state: sizes do not add up: {rule} has blocks that start at {expected} "

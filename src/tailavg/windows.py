@@ -62,7 +62,7 @@ class Fixed:
 
     def filled(self, start: Any, t: Any, parts: int = 1) -> Any:
         """Whether the samples after step `start`, up to step t, make a `parts`-th of the window."""
-        return t - start >= float(-(-self.k // parts))
+        return t - start >= comparable(-(-self.k // parts))
 
     def filled_at(self, start: int, parts: int = 1) -> int:
         """The first step t at which they do.
@@ -159,11 +159,15 @@ class Growing:
         share (1 - (1-c)^(1/parts)) of the stream as it is closed, `parts` of them cover c.
         """
         share, rest = _shares(self.c, parts)
-        # t - start >= share t, a tie forgiven, or t rest >= start: whichever keeps its digits
-        reached = t - start >= share * (1.0 - TIE) * t if share < 0.5 else t * rest >= start
+        part = share * (1.0 - TIE) * t  # a tie is forgiven
+        if getattr(part, "dtype", None) == np.float32:
+            reached = t - start > whole_part(share * (1.0 - TIE), t)
+        else:
+            # t - start >= share t, or t rest >= start: whichever keeps its digits
+            reached = t - start >= part if share < 0.5 else t * rest >= start
         if self.at_most is None:
             return reached
-        capped = float(self._capped_from)
+        capped = comparable(self._capped_from)
         full = Fixed(self.at_most).filled(start, t, parts)
         return (t < capped) & reached | (t >= capped) & full
 
@@ -222,6 +226,32 @@ def as_window(window: AnyWindow) -> Window:
     if not isinstance(window, Integral) and 0 < window <= 1:
         return Growing(float(window))
     raise ValueError(f"window: {expected}, got {window!r}")
+
+
+def comparable(n: int) -> int | float:
+    """A whole number that integers of 32 bits can be compared with."""
+    return n if n < 2**31 else float(n)
+
+
+def whole_part(share: float, t: Any) -> Any:
+    """The whole part of share t, for a share below 1, where single precision would not do.
+
+    A long multiplication to the base 2¹², in integers of 32 bits.
+
+    Examples:
+        >>> whole_part(0.25, 10**9), whole_part(1 / 3, 10**9)
+        (250000000, 333333333)
+    """
+    digits = [int(share * 4096**place) % 4096 for place in range(5, 0, -1)]  # smallest first
+    places = [t & 4095, t >> 12 & 4095, t >> 24]
+    columns = [
+        sum(digit * places[at - i] for i, digit in enumerate(digits) if 0 <= at - i < 3)
+        for at in range(7)
+    ]
+    carry = 0
+    for column in columns[:5]:
+        carry = (carry + column) >> 12
+    return carry + columns[5] + (columns[6] << 12)
 
 
 class OfWindow:
