@@ -7,6 +7,7 @@ averaged_params(opt_state, params)                  # for evaluation
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any, Literal
 
 from tailavg.extras import needs
@@ -20,6 +21,14 @@ from tailavg.jax import TreeState, value
 from tailavg.jax import tail_average as tree_average
 from tailavg.rules import Rule
 from tailavg.windows import AnyWindow
+
+_WRAPPERS = (optax.MaskedState, optax.transforms.PartitionState)
+_CHANGERS = {
+    "LookaheadState",
+    "MechanicState",
+    "ScheduleFreeState",
+    "SplitRealAndImaginaryState",
+}  # of wrappers that change updates or parameters on their way
 
 __all__ = ["averaged_params", "tail_average", "with_tail_average"]
 
@@ -94,8 +103,9 @@ def averaged_params(opt_state: Any, params: Any = None) -> Any:
     for state in states:
         averaged = _merged(averaged, value(state))
     if params is not None:
-        averaged = _merged(averaged, params, both="first")
-        return jax.tree.map(lambda new, old: new.astype(jnp.result_type(old)), averaged, params)
+        own = jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), params)  # it may be donated
+        averaged = _merged(averaged, own, both="first")
+        return jax.tree.map(_like, averaged, own)
     if any(map(_masked, jax.tree.leaves(averaged, is_leaf=_masked))):
         raise ValueError(
             "params: expected the parameters, since the tail is of a part of them, got none; "
@@ -112,25 +122,40 @@ def _tails(node: Any) -> list[TreeState]:
         return []
     children, _ = _children(node)
     found = [_tails(child) for child in children]
-    if type(node) is tuple:  # the state of a chain
+    if type(node) in (tuple, OrderedDict):  # the state of a chain
         for place, tails in enumerate(found):
-            after = [child for child in children[place + 1 :] if not isinstance(child, TreeState)]
-            if tails and after:
+            if tails and not all(map(_only_tails, children[place + 1 :])):
                 raise ValueError(
                     f"opt_state: expected tail_average last in its chain, got it in place "
                     f"{place + 1} of {len(found)}: what comes after it changes the updates, and "
                     "it would average parameters that never were; use with_tail_average(tx, rule)"
                 )
+    if type(node).__name__ in _CHANGERS and any(found):
+        raise ValueError(
+            f"opt_state: expected tail_average around what has a {type(node).__name__}, got it "
+            "inside, where it averages parameters that never were; use with_tail_average(tx, rule) "
+            "with the whole of it as tx"
+        )
     return [state for tails in found for state in tails]
+
+
+def _only_tails(node: Any) -> bool:
+    """Whether this is the state of tails alone, which leave updates as they are."""
+    if isinstance(node, TreeState):
+        return True
+    children, _ = _children(node)
+    wrapped = type(node) in (tuple, dict) or isinstance(node, _WRAPPERS)
+    return wrapped and bool(children) and all(map(_only_tails, children))
 
 
 def _merged(a: Any, b: Any, both: Literal["first", "raise"] = "raise") -> Any:
     """Two trees in one, where one of them, or both, are masked here and there."""
     if _masked(a) or _masked(b):
         return b if _masked(a) else a
+    (children, structure), (others, other) = _children(a), _children(b)
+    if structure != other:
+        raise ValueError(f"params: expected the structure of the average, {structure}, got {other}")
     if not jax.tree_util.all_leaves([a]):
-        children, structure = _children(a)
-        others, _ = _children(b)
         pairs = zip(children, others, strict=True)
         return structure.unflatten([_merged(*pair, both) for pair in pairs])
     if both == "raise":
@@ -138,7 +163,13 @@ def _merged(a: Any, b: Any, both: Literal["first", "raise"] = "raise") -> Any:
             "opt_state: expected one tail of each parameter, got several; pass the part of it "
             "that has the one you want, such as opt_state[-1]"
         )
+    if jnp.shape(a) != jnp.shape(b):
+        raise ValueError(f"params: expected a leaf of shape {jnp.shape(a)}, got {jnp.shape(b)}")
     return a
+
+
+def _like(average: Any, leaf: Any) -> Any:
+    return average if average.dtype == leaf.dtype else average.astype(leaf.dtype)
 
 
 def _children(node: Any) -> tuple[list[Any], Any]:

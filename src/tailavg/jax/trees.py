@@ -99,8 +99,7 @@ class TreeAverage:
         averaged = [i for i, mean in enumerate(means) if mean is not None]
         held, totals = _fold(step, [means[i] for i in averaged], [sums[i] for i in averaged])
         for i, mean, total in zip(averaged, held, totals, strict=True):
-            sample = leaves[i].astype(total.dtype)
-            means[i], leaves[i] = mean, total + _times(step.factor, sample)
+            means[i], leaves[i] = mean, total + _times(step.factor, _widened(leaves[i], total))
         count = state.count + 1
         return TreeState(
             count=count,
@@ -324,6 +323,18 @@ def _changed(
         others,
     )
     return changed
+
+
+def _widened(leaf: Array, total: Array) -> Array:
+    """A leaf in the dtype of its sum.
+
+    Rounded as its own dtype is, which XLA may leave out if the leaf was made in the same program.
+    """
+    wide = leaf.astype(total.dtype)
+    if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < wide.dtype.itemsize:
+        narrow: Any = jnp.finfo(leaf.dtype)  # type: ignore[no-untyped-call]
+        wide = lax.reduce_precision(wide, narrow.nexp, narrow.nmant)
+    return wide
 
 
 def _times(factor: Any, array: Array) -> Array:
