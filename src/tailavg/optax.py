@@ -7,6 +7,7 @@ averaged_params(opt_state, params)                  # for evaluation
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from typing import Any, Literal
 
@@ -89,10 +90,13 @@ def averaged_params(opt_state: Any, params: Any = None) -> Any:
     Tails of different parameters, as under `optax.multi_transform`, come in one tree.
 
     Arguments:
-        opt_state: The state of the optimizer, or the part of it that has the wanted tail.
+        opt_state: The state of the optimizer, or the part of it that has the wanted tail; that of
+            an `nnx.Optimizer` will do.
         params: The parameters: they have the dtypes that are wanted, and are taken where no
             tail is kept, as under `optax.masked`. If there are none, accumulators' dtypes.
     """
+    if nnx := sys.modules.get("flax.nnx"):  # whose optimizers keep their arrays in variables
+        opt_state, params = nnx.as_pure((opt_state, params))
     states = _tails(opt_state)
     if not states:
         raise ValueError(
@@ -103,9 +107,8 @@ def averaged_params(opt_state: Any, params: Any = None) -> Any:
     for state in states:
         averaged = _merged(averaged, value(state))
     if params is not None:
-        own = jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), params)  # it may be donated
-        averaged = _merged(averaged, own, both="first")
-        return jax.tree.map(_like, averaged, own)
+        averaged = _merged(averaged, params, "params")
+        return jax.tree.map(_like, averaged, params)
     if any(map(_masked, jax.tree.leaves(averaged, is_leaf=_masked))):
         raise ValueError(
             "params: expected the parameters, since the tail is of a part of them, got none; "
@@ -148,17 +151,19 @@ def _only_tails(node: Any) -> bool:
     return wrapped and bool(children) and all(map(_only_tails, children))
 
 
-def _merged(a: Any, b: Any, both: Literal["first", "raise"] = "raise") -> Any:
-    """Two trees in one, where one of them, or both, are masked here and there."""
-    if _masked(a) or _masked(b):
-        return b if _masked(a) else a
+def _merged(a: Any, b: Any, what: Literal["opt_state", "params"] = "opt_state") -> Any:
+    """Two trees in one, where one of them, or both, are masked; parameters only fill gaps."""
+    if _masked(b):
+        return a
+    if _masked(a):  # parameters may be donated soon
+        return b if what == "opt_state" else jax.tree.map(jnp.copy, b)
     (children, structure), (others, other) = _children(a), _children(b)
     if structure != other:
-        raise ValueError(f"params: expected the structure of the average, {structure}, got {other}")
+        raise ValueError(f"{what}: expected the structure of the average, {structure}, got {other}")
     if not jax.tree_util.all_leaves([a]):
         pairs = zip(children, others, strict=True)
-        return structure.unflatten([_merged(*pair, both) for pair in pairs])
-    if both == "raise":
+        return structure.unflatten([_merged(*pair, what) for pair in pairs])
+    if what == "opt_state":
         raise ValueError(
             "opt_state: expected one tail of each parameter, got several; pass the part of it "
             "that has the one you want, such as opt_state[-1]"
@@ -169,7 +174,8 @@ def _merged(a: Any, b: Any, both: Literal["first", "raise"] = "raise") -> Any:
 
 
 def _like(average: Any, leaf: Any) -> Any:
-    return average if average.dtype == leaf.dtype else average.astype(leaf.dtype)
+    dtype = jnp.result_type(leaf)
+    return average if average.dtype == dtype else average.astype(dtype)
 
 
 def _children(node: Any) -> tuple[list[Any], Any]:

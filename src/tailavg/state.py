@@ -161,7 +161,12 @@ def by_name(
         ([{'weight': array([1., 2.])}], {'weight': array([0., 0.])})
     """
     found = []
-    for part in (*list(state["blocks"])[: len(state["starts"])], state["partial"]):
+    held = len(state["starts"])
+    if len(state["blocks"]) < held:
+        raise ValueError(
+            f"state: sizes do not add up: {held} starts, {len(state['blocks'])} blocks"
+        )
+    for part in (*list(state["blocks"])[:held], state["partial"]):
         arrays = part if isinstance(part, Mapping) else {"": part}
         if len(arrays) == len(shapes) == 1 and ("" in arrays or "" in shapes):
             arrays = dict(zip(shapes, arrays.values(), strict=True))

@@ -26,6 +26,9 @@ NEVER = 2**63 - 1
 TIE = 1e-12
 """A count reaches a real number that it misses by this much of it: 7 reaches 0.07 * 100."""
 
+SINGLE_TIE = 4e-7
+"""The same where all there is is single precision."""
+
 NUMBER = (int, float, np.number)
 """One number, for which there are branches; else many, or a tensor whose value is unknown yet.
 
@@ -115,9 +118,11 @@ class Growing:
         k = over * t
         k /= under
         number = isinstance(k, NUMBER)
-        if not exact:
+        # a compiler may divide by a product with the reciprocal, and miss a whole number
+        if not exact or not (number or isinstance(k, np.ndarray)):
             off = (round(k) if number else k.round()) - k
-            k = k + (abs(off) <= TIE * k) * off
+            tie = SINGLE_TIE if getattr(k, "dtype", None) == np.float32 else TIE
+            k = k + (abs(off) <= tie * k) * off
         if number:
             return 1.0 if k < 1.0 else self._most if k > self._most else float(k)
         if isinstance(k, np.ndarray):

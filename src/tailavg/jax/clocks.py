@@ -49,6 +49,10 @@ class BlockClock(NamedTuple):
     newest: Array
     """The place of the newest block's mean; those of older ones are before it, in a ring."""
 
+    def serves(self, rule: AnytimeWindow | Exponential) -> bool:
+        """Whether this is a clock of such a rule."""
+        return isinstance(rule, AnytimeWindow) and rule.accumulators == len(self.starts)
+
     def step(self, rule: AnytimeWindow, t: Array) -> tuple[Step, BlockClock]:
         """What is to be done with the sample that follows step t, and the clock after that."""
         starts = list(self.starts)
@@ -108,6 +112,10 @@ class DecayClock(NamedTuple):
     """The sum of their factors."""
     decayed: Array
     """The logarithm of the denominator above, for the last of them."""
+
+    def serves(self, rule: AnytimeWindow | Exponential) -> bool:
+        """Whether this is a clock of such a rule."""
+        return isinstance(rule, Exponential)
 
     def step(self, rule: Exponential, t: Array) -> tuple[Step, DecayClock]:
         """What is to be done with the sample that follows step t, and the clock after that."""

@@ -61,7 +61,7 @@ class TreeAverage:
         Floating and complex leaves will be averaged, others are carried as they come.
         Accumulators are sharded as their leaves.
         """
-        if jnp.result_type(self.dtype) != self.dtype:
+        if self.dtype == np.float64 != jnp.result_type(float):
             raise ValueError(
                 f"dtype: expected float32, since x64 is off, got {self.dtype}; to turn it on, "
                 'jax.config.update("jax_enable_x64", True) before anything else'
@@ -95,6 +95,8 @@ class TreeAverage:
         """
         leaves, sums, means, structure = _aligned(tree, state)
         clock: Any = state.clock
+        if not clock.serves(self.rule):
+            raise ValueError(f"state: expected one of {self.rule}, got that of another rule")
         step, clock = clock.step(self.rule, state.count)
         averaged = [i for i, mean in enumerate(means) if mean is not None]
         held, totals = _fold(step, [means[i] for i in averaged], [sums[i] for i in averaged])
@@ -196,8 +198,9 @@ class TreeAverage:
         blocks = [*[nothing] * room, *blocks]
 
         def put(values: Any, like: Array) -> Array:
-            array = np.asarray(values).astype(like.dtype)
-            return jax.device_put(array, like.sharding)  # type: ignore[no-any-return]
+            array = jnp.asarray(np.asarray(values).astype(like.dtype))
+            placed: Array = jax.device_put(array, like.sharding) if like.committed else array
+            return placed
 
         fields = {name: put(x, getattr(state.clock, name)) for name, x in scalars.items()}
         return TreeState(
@@ -237,10 +240,10 @@ def tail_average(rule: AnyWindow | Rule, *, dtype: Any = jnp.float32) -> TreeAve
             f"rule: expected an AnytimeWindow or an Exponential, got {rule}, whose decisions "
             "cannot be made inside jax.jit"
         )
-    kind = np.dtype(dtype)
-    if kind not in (np.float32, np.float64):
-        raise TypeError(f"dtype: expected float32 or float64, got {kind}")
-    return TreeAverage(rule, kind)
+    for kind in map(np.dtype, (np.float32, np.float64)):
+        if dtype is not None and kind == dtype:
+            return TreeAverage(rule, kind)
+    raise TypeError(f"dtype: expected float32 or float64, got {dtype!r}")
 
 
 @jax.jit
@@ -254,7 +257,7 @@ def value(state: TreeState, like: Tree = None) -> Tree:
         like: A tree with the dtypes that are wanted, such as the parameters; if there is none,
             those of the accumulators.
     """
-    wanted, sums, means, structure = _aligned(state.sums if like is None else like, state)
+    wanted, sums, means, structure = _aligned(state.sums if like is None else like, state, "like")
     of_means, of_sum = state.clock.weights(state.count, state.size)
 
     def average(total: Array, means: Array | None, like: Array) -> Array:
@@ -346,24 +349,29 @@ def _averaged(leaf: Any) -> bool:
     return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
 
 
-def _aligned(tree: Tree, state: TreeState) -> tuple[list[Array], list[Any], list[Any], Any]:
+def _aligned(
+    tree: Tree, state: TreeState, what: str = "tree"
+) -> tuple[list[Array], list[Any], list[Any], Any]:
     """The leaves of a tree, those of the sums and of the means, and the structure of all."""
     structure: Any = jax.tree.structure(state.sums)
     got: Any = jax.tree.structure(tree)
     if structure != got:
-        raise ValueError(f"tree: expected the structure given to init, {structure}, got {got}")
+        raise ValueError(f"{what}: expected the structure given to init, {structure}, got {got}")
     leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree)]
     sums = jax.tree.leaves_with_path(state.sums)
     for new, (path, old) in zip(leaves, sums, strict=True):
+        where = f"{what}: {_name(path)}" if path else what
         if new.shape != old.shape:
-            raise ValueError(f"tree: {_name(path)}: expected shape {old.shape}, got {new.shape}")
-        if _averaged(old):
-            fits = jnp.iscomplexobj(old) or not jnp.iscomplexobj(new)
-        else:
+            raise ValueError(f"{where}: expected shape {old.shape}, got {new.shape}")
+        if not _averaged(old):
             fits = new.dtype == old.dtype
+        elif what == "like":
+            fits = _averaged(new) and jnp.iscomplexobj(new) == jnp.iscomplexobj(old)
+        else:
+            fits = jnp.iscomplexobj(old) or not jnp.iscomplexobj(new)
         if not fits:
             raise TypeError(
-                f"tree: {_name(path)}: expected {old.dtype}, as given to init, got {new.dtype}"
+                f"{where}: expected the kind of {old.dtype}, as given to init, got {new.dtype}"
             )
     return leaves, [old for _, old in sums], structure.flatten_up_to(state.means), structure
 

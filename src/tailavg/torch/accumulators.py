@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -199,6 +200,8 @@ class Accumulators:
             *((f"state: block {i}", blocks[i], state["blocks"][i]) for i in range(held)),
             ("state: partial", partial[0], state["partial"]),
         ]:
+            if not isinstance(saved, Mapping) and not state["count"]:
+                continue  # an average of nothing yet, which knows no shape
             if not isinstance(saved, Mapping):
                 if len(views) > 1:
                     raise ValueError(
@@ -210,7 +213,7 @@ class Accumulators:
             saved = {
                 tracking.aliases.get(name, name): value
                 if isinstance(value, Tensor)
-                else torch.as_tensor(value, device="cpu")
+                else torch.from_numpy(np.array(value))
                 for name, value in saved.items()
             }
             check_names(what, tracking.shapes, saved)
@@ -223,6 +226,8 @@ class Accumulators:
         layout.check_steps(state["count"], state["starts"], state["folded"])
         self.clock.restore(state["count"], state["starts"], state["folded"])
         self._whole = False
+        for view in partial[0].values():
+            view.zero_()
         for view, value in copies:
             view.copy_(value)
         self._whole = True

@@ -1,0 +1,135 @@
+"""The recipes for JAX, flax nnx and equinox run, and show what they claim to show."""
+
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+
+import model
+from tailavg import AnytimeWindow
+
+ROOT = Path(__file__).parent.parent
+RECIPES = ("jax_plain", "jax_nnx", "jax_equinox")
+SAME = "The run resumed from step {} is bit-identical to the unbroken one."
+
+
+@pytest.fixture(scope="module", params=RECIPES)
+def recipe(request):
+    """Its name and its functions."""
+    return request.param, runpy.run_path(ROOT / "examples" / f"{request.param}.py")
+
+
+def parameters(name, training):
+    """The parameters, as they are."""
+    if name == "jax_plain":
+        return training.params
+    if name == "jax_nnx":
+        return nnx.as_pure(nnx.state(training[0], nnx.Param))
+    return eqx.filter(training.model, eqx.is_array)
+
+
+def averaged(name, functions, training):
+    """The averaged parameters, as the recipe tests them."""
+    if name == "jax_plain":
+        return functions["AVERAGE"].value(training.average, like=training.params)
+    copy = functions["averaged_model"](training)
+    if name == "jax_nnx":
+        return nnx.as_pure(nnx.state(copy, nnx.Param))
+    return eqx.filter(copy, eqx.is_array)
+
+
+def flat(tree):
+    """All numbers of a tree in one array, copied, since the tree may be donated."""
+    return np.concatenate([np.array(leaf, np.float64).ravel() for leaf in jax.tree.leaves(tree)])
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_prints_that_the_average_is_better_and_the_resumed_run_the_same(name, tmp_path):
+    script = ROOT / "examples" / f"{name}.py"
+    options = ["--steps", "1000", "--folder", tmp_path / "new"]
+    run = subprocess.run([sys.executable, script, *options], capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    title, last, average, empty, same = run.stdout.splitlines()
+    assert re.split(r"\s{2,}", title) == ["after 1000 steps", "test loss", "accuracy, %"]
+    rows = {}
+    for line in (last, average):
+        row, *numbers = re.split(r"\s{2,}", line)
+        rows[row] = list(map(float, numbers))
+    assert list(rows) == ["last iterate", "average"]
+    assert 0 < rows["average"][0] < rows["last iterate"][0] < 1
+    assert 90 < rows["average"][1] <= 100
+    assert not empty
+    assert same == SAME.format(800)
+    assert list((tmp_path / "new").glob("checkpoint*"))
+
+
+def test_a_recipe_averages_the_parameters_after_each_step(recipe):
+    name, functions = recipe
+    images, labels, *_ = functions["digits"]()
+    training = functions["start"](0)
+    before = flat(parameters(name, training))
+    np.testing.assert_array_equal(flat(averaged(name, functions, training)), before)
+
+    recorded = []
+    for step, weights in zip(range(1, 301), model.alphas(AnytimeWindow(0.25)), strict=False):
+        training = functions["train"](training, step, images, labels)
+        recorded.append(flat(parameters(name, training)))
+        if step in (1, 2, 7, 50, 173, 300):
+            expected = weights @ np.array(recorded)
+            np.testing.assert_allclose(
+                flat(averaged(name, functions, training)), expected, rtol=1e-6, atol=1e-6
+            )
+            # the model that is trained is left as it was
+            np.testing.assert_array_equal(flat(parameters(name, training)), recorded[-1])
+    assert abs(recorded[-1] - expected).max() > 0.01  # or it would be no test
+
+
+def test_a_recipe_donates_its_arrays(recipe):
+    name, functions = recipe
+    images, labels, *_ = functions["digits"]()
+    training = functions["train"](functions["start"](0), 1, images, labels)
+    tree = nnx.as_pure(nnx.state(training)) if name == "jax_nnx" else training
+    old = [leaf for leaf in jax.tree.leaves(tree) if eqx.is_array(leaf) and leaf.size > 3]
+    functions["train"](training, 2, images, labels)
+    assert len(old) > 10
+    assert all(leaf.is_deleted() for leaf in old)
+    assert not images.is_deleted()
+
+
+@pytest.mark.parametrize("forgotten", [None, "means", "sums", "key"])
+def test_a_recipe_finds_out_what_is_not_restored(recipe, forgotten, tmp_path, monkeypatch, capsys):
+    name, functions = recipe
+    left = []
+
+    def forget(path, restored, fresh):
+        if forgotten is None or forgotten not in jax.tree_util.keystr(path):
+            return restored
+        left.append(path)
+        return fresh
+
+    def forgetful(function):
+        def restore(*arguments):
+            return jax.tree.map_with_path(forget, function(*arguments), arguments[-1])
+
+        return restore
+
+    restore = ocp.StandardCheckpointer.restore
+    monkeypatch.setattr(ocp.StandardCheckpointer, "restore", forgetful(restore))
+    monkeypatch.setattr(eqx, "tree_deserialise_leaves", forgetful(eqx.tree_deserialise_leaves))
+    monkeypatch.setattr(sys, "argv", [name, "--steps", "100", "--folder", str(tmp_path)])
+    if forgotten is None:
+        functions["main"]()
+        assert capsys.readouterr().out.endswith(SAME.format(80) + "\n")
+        return
+    with pytest.raises(SystemExit, match="not the unbroken one"):
+        functions["main"]()
+    assert left
+    assert "bit-identical" not in capsys.readouterr().out

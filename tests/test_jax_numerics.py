@@ -1,0 +1,508 @@
+"""Single precision in JAX: weights, sizes and averages, against float64."""
+
+import math
+from fractions import Fraction
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from jax import lax
+
+from cases import anytime_windows, short, windows
+from tailavg import AnytimeWindow, Exponential, Fixed, Growing, TailAverage
+from tailavg.jax import tail_average
+from tailavg.profile import dense_weights
+from tailavg.schedule import advance, turn
+from tailavg.state import state as layout
+from tailavg.windows import whole_part
+
+CAPPED = Growing(0.25, at_most=250_000)
+
+BLOCKS = [
+    AnytimeWindow(1000),
+    AnytimeWindow(1000, 2),
+    AnytimeWindow(250_000, 2),
+    AnytimeWindow(250_000),
+    AnytimeWindow(250_000, 5),
+    AnytimeWindow(2_500_000),
+    AnytimeWindow(0.25),
+    AnytimeWindow(0.25, 2),
+    AnytimeWindow(0.25, 3, "paper"),
+    AnytimeWindow(0.25, 5, "paper"),
+    AnytimeWindow(0.07),
+    AnytimeWindow(0.07, 5),
+    AnytimeWindow(0.3, 3, "paper"),
+    AnytimeWindow(0.5, 2),
+    AnytimeWindow(0.5, 5),
+    AnytimeWindow(1.0),
+    AnytimeWindow(CAPPED, 2),
+    AnytimeWindow(CAPPED),
+    AnytimeWindow(CAPPED, 5, "paper"),
+]
+DECAYS = [
+    Exponential(1000),
+    Exponential(250_000),
+    Exponential(2_500_000),
+    Exponential(0.07),
+    Exponential(0.25),
+    Exponential(0.5),
+    Exponential(1.0),
+    Exponential(CAPPED),
+]
+LONG = 10_000_000
+
+of_rules = partial(pytest.mark.parametrize, "rule", ids=short)
+
+
+def sizes_wanted(rule, t):
+    """The effective size that a rule promises: k_t samples, or all while there are fewer."""
+    return np.minimum(t, rule.size(t.astype(float)))
+
+
+@cache
+def machine(rule):
+    """The program on its scalars alone: no leaf is averaged, and all decisions are made."""
+    average = tail_average(rule)
+
+    def look(state, _):
+        step, _ = state.clock.step(rule, state.count)
+        state = average.update(state, {})
+        weights = state.clock.weights(state.count, state.size)
+        return state, (state.count, state.clock, step, weights)
+
+    skip = jax.jit(
+        lambda state, steps: lax.fori_loop(0, steps, lambda _, s: average.update(s, {}), state)
+    )
+    watch = jax.jit(lambda state, steps: lax.scan(look, state, steps))
+    return average, skip, watch
+
+
+def watched(rule, steps, state=None):
+    """The scalars after each of so many steps, as arrays; and the state then."""
+    average, _, watch = machine(rule)
+    state, seen = watch(average.init({}) if state is None else state, jnp.zeros(steps))
+    return state, jax.tree.map(np.asarray, seen)
+
+
+def check_blocks(rule, seen):
+    """From the weights as they are: that they add up to 1, and to the promised size."""
+    t, clock, _, (of_means, of_sum) = seen
+    starts = clock.starts.astype(np.int64)
+    places = starts.shape[1]
+    mean_sizes = np.diff(np.c_[starts, clock.folded])  # of the open block, the folded part
+    order = (clock.newest[:, None] + 1 + np.arange(places)) % places
+    of_means = np.take_along_axis(of_means.astype(float), order, axis=1)
+    rest, of_sum = t - clock.folded, of_sum.astype(float)
+    assert (mean_sizes >= 0).all()
+    assert (rest > 0).all()
+    assert (of_means >= 0).all()
+    assert (of_means[mean_sizes == 0] == 0).all()
+    total = of_means.sum(axis=1) + of_sum * rest
+    squares = (of_means**2 / np.maximum(mean_sizes, 1)).sum(axis=1) + of_sum**2 * rest
+    np.testing.assert_allclose(total, 1, rtol=0, atol=1e-6)
+    # a block that is just full may have part of a sample too many
+    wanted, newest = sizes_wanted(rule, t), t - starts[:, -1]
+    assert (newest < wanted + 1).all()
+    np.testing.assert_allclose(1 / squares, np.maximum(wanted, newest), rtol=1e-5)
+
+
+def watch_until(rule, end, state):
+    """Skip to 3000 steps before `end`, and watch those."""
+    average, skip, _ = machine(rule)
+    state = average.init({}) if state is None else state
+    ahead = end - 3000 - int(state.count)
+    if ahead > 0:
+        state = skip(state, ahead)
+    return watched(rule, 3000, state)
+
+
+@of_rules(BLOCKS)
+def test_blocks_have_the_size_that_they_promise_up_to_twenty_million(rule):
+    """Steps 1 to 3000, then 3000 around some, and around the turns before.
+
+    From 2²⁴ on float32 has not all whole numbers.
+    """
+    state, seen = watched(rule, 3000)
+    check_blocks(rule, seen)
+    steps = [5000, 10**4, 5 * 10**4, 10**5, 5 * 10**5, 10**6, LONG // 2, LONG, 2**24, 2 * LONG]
+    turns = [advance(rule, [0], t)[-1] for t in steps]
+    for middle in sorted({*steps, *turns}):
+        state, seen = watch_until(rule, middle + 1500, state)
+        check_blocks(rule, seen)
+    assert int(state.count) >= 2 * LONG
+
+
+@of_rules([AnytimeWindow(0.25), AnytimeWindow(250_000)])
+def test_blocks_have_the_size_that_they_promise_at_every_step(rule):
+    state = None
+    for _ in range(20):
+        state, seen = watched(rule, LONG // 20, state)
+        check_blocks(rule, seen)
+    assert int(state.count) == LONG
+
+
+@of_rules([*BLOCKS[:-1], *DECAYS])
+def test_no_product_of_integers_overflows(rule):
+    """Two thousand million steps are near the end of int32, and far beyond it if multiplied."""
+    for t in (2**30, 2 * 10**9):
+        starts = advance(rule, [0], t) if isinstance(rule, AnytimeWindow) else [0]
+        saved = layout(
+            rule,
+            dtype="float32",
+            count=t,
+            starts=starts,
+            blocks=[{}] * len(starts),
+            folded=t,
+            partial={},
+        )
+        average, _, _ = machine(rule)
+        state, seen = watched(rule, 3000, average.from_state_dict(saved, {}))
+        assert int(state.count) == t + 3000
+        np.testing.assert_allclose(float(state.size), rule.size(t + 3000), rtol=1e-6)
+        if isinstance(rule, AnytimeWindow):
+            check_blocks(rule, seen)
+            ends = advance(rule, [0], t + 3000)
+            np.testing.assert_array_equal(state.clock.starts[-len(ends) :], ends)
+        else:
+            _, _, step, _ = seen
+            share = 1 - np.exp(np.log(rule.decay(np.arange(t + 1.0, t + 3001))).sum())
+            kept = np.log1p(-step.factor / np.exp(-seen[1].decayed).astype(float)).sum()
+            np.testing.assert_allclose(1 - np.exp(kept), share, rtol=1e-5)
+
+
+def each_size_of(rule, steps):
+    """Of an exponential at each step, from the scalars as they are: t, Σα and 1 / Σα²."""
+    state = None
+    mean, left = np.zeros(2), np.zeros(2)  # Σα and Σα² of the samples in the mean, and in the sum
+    for _ in range(steps // 500_000):
+        state, (t, _, step, (of_mean, of_sum)) = watched(rule, 500_000, state)
+        of_mean, of_sum, factor = (np.float64(x) for x in (of_mean[:, 0], of_sum, step.factor))
+        starts = np.flatnonzero(step.folds)
+        run = np.cumsum(step.folds)  # of samples between two folds, at most 256
+        place = np.arange(len(t)) - np.r_[0, starts][run]
+        grid = np.zeros((2, len(starts) + 1, 256))
+        grid[:, run, place] = [factor, factor**2]
+        grid[:, 0, 0] += left  # that run goes on
+        sums = np.cumsum(grid, axis=2)
+        means = [mean]
+        weights = np.float64(step.weight[starts]), np.float64(step.scale[starts])
+        for w, scale, total in zip(*weights, sums[:, :, -1].T, strict=False):
+            s = w * scale
+            mean = np.array([1 - w, (1 - w) ** 2]) * mean + np.array([s, s**2]) * total
+            means.append(mean)
+        means = np.array(means).T[:, run]
+        sums = sums[:, run, place]
+        left = sums[:, -1]
+        size = 1 / (of_mean**2 * means[1] + of_sum**2 * sums[1])
+        yield t, of_mean * means[0] + of_sum * sums[0], size
+
+
+@of_rules([*DECAYS[1:5], DECAYS[6]])
+def test_an_exponential_has_the_size_that_it_promises_at_every_step(rule):
+    for t, total, size in each_size_of(rule, LONG):
+        # a sum of 256 factors is rounded as often
+        np.testing.assert_allclose(total, 1, rtol=0, atol=2e-6)
+        np.testing.assert_allclose(size, sizes_wanted(rule, t), rtol=1e-5)
+    assert t[-1] == LONG
+
+
+@of_rules([DECAYS[0], DECAYS[5], DECAYS[7]])
+def test_an_exponential_has_the_size_that_it_promises_up_to_two_million(rule):
+    for t, total, size in each_size_of(rule, 2_000_000):
+        np.testing.assert_allclose(total, 1, rtol=0, atol=2e-6)
+        np.testing.assert_allclose(size, sizes_wanted(rule, t), rtol=1e-5)
+
+
+SHORT = [
+    AnytimeWindow(1),
+    AnytimeWindow(7, 2),
+    AnytimeWindow(300),
+    AnytimeWindow(1000, 5),
+    AnytimeWindow(0.01),
+    AnytimeWindow(0.25, 2),
+    AnytimeWindow(1.0),
+    AnytimeWindow(Growing(0.5, at_most=400), 3),
+    AnytimeWindow(0.25, 5, "paper"),
+    AnytimeWindow(Growing(0.5, at_most=400), 4, "paper"),
+    Exponential(1),
+    Exponential(2),
+    Exponential(20),
+    Exponential(700),
+    Exponential(0.01),
+    Exponential(0.25),
+    Exponential(1.0),
+    Exponential(Growing(0.5, at_most=400)),
+]
+
+
+@of_rules(SHORT)
+def test_the_weight_of_every_sample_is_that_of_numpy(rule):
+    """Of unit vectors, one for each step, the average has the weights as they really are."""
+    steps, every = 1200, 60
+    average = tail_average(rule)
+
+    def some(state, t):
+        state, _ = lax.scan(
+            lambda state, i: (average.update(state, (jnp.arange(steps) == i) * 1.0), None),
+            state,
+            t + jnp.arange(every),
+        )
+        return state, average.value(state)
+
+    run = jax.jit(lambda state: lax.scan(some, state, jnp.arange(0, steps, every)))
+    _, values = run(average.init(jnp.zeros(steps)))
+    for t, weights in zip(range(every, steps + 1, every), np.asarray(values), strict=True):
+        starts = advance(rule, [0], t) if isinstance(rule, AnytimeWindow) else [0]
+        expected = np.zeros(steps)
+        expected[:t] = dense_weights(rule, starts, t)
+        np.testing.assert_allclose(weights, expected, rtol=3e-6, atol=2e-8)
+        weights = weights.astype(float)
+        assert weights.sum() == pytest.approx(1, abs=2e-6)
+        assert weights @ weights == pytest.approx(expected @ expected, rel=1e-5)
+
+
+# Values
+
+
+STEPS, EVERY = 1_000_000, 500
+
+
+@cache
+def streams():
+    """Samples of many kinds as columns, of float32 and of 16 bits."""
+    rng = np.random.default_rng(0)
+    i = np.arange(STEPS) / STEPS
+    columns = {
+        "random": 1 + rng.random(STEPS),
+        "noise": 1 + rng.standard_normal(STEPS),
+        "1.1": np.full(STEPS, 1.1),
+        "1/3": np.full(STEPS, 1 / 3),
+        "drift": 1 + i,
+        "tiny drift": 1 + 1e-3 * i,
+        "sine": 2 + np.sin(200 * i),
+        "offset": 1000 + rng.standard_normal(STEPS),
+        "huge": 1e30 * (1 + rng.random(STEPS)),
+        "small": 1e-30 * (1 + rng.random(STEPS)),
+        "falling": 1 / (1 + 100 * i),
+    }
+    of_16 = {"drift": 1 + i, "1.1": np.full(STEPS, 1.1), "hundred": 100 + 10 * i}
+    single, half = (np.stack(list(each.values()), axis=1) for each in (columns, of_16))
+    names = {"float32": list(columns), "float16": list(of_16), "bfloat16": list(of_16)}
+    return names, {
+        "float32": single.astype(np.float32),
+        "float16": half.astype(np.float16),
+        "bfloat16": half.astype(jnp.bfloat16),
+    }
+
+
+LASTING = [
+    *(AnytimeWindow(window, n) for window in (250_000, 0.25) for n in (2, 3, 8)),
+    Exponential(250_000),
+    Exponential(0.25),
+]
+
+
+def check_averages(rule, kinds):
+    """Each 500 steps, against float64."""
+    names, samples = streams()
+    samples = {kind: samples[kind] for kind in kinds}
+    average = tail_average(rule)
+
+    def some(state, xs):
+        state, _ = lax.scan(lambda state, x: (average.update(state, x), None), state, xs)
+        return state, average.value(state)
+
+    run = jax.jit(lambda state, xs: lax.scan(some, state, xs))
+    chunked = {kind: x.reshape(-1, EVERY, x.shape[1]) for kind, x in samples.items()}
+    _, values = run(average.init({kind: jnp.asarray(x[0]) for kind, x in samples.items()}), chunked)
+    for kind, x in samples.items():
+        assert values[kind].dtype == jnp.float32
+        expected = TailAverage(rule, dtype=np.float64).scan(x.astype(float))[EVERY - 1 :: EVERY]
+        got = np.asarray(values[kind], float)
+        for name, column, wanted in zip(names[kind], got.T, expected.T, strict=True):
+            np.testing.assert_allclose(column, wanted, rtol=1e-5, err_msg=f"{kind} {name}")
+
+
+@of_rules(LASTING)
+def test_averages_of_a_long_window_are_those_of_float64(rule):
+    check_averages(rule, ["float32"])
+
+
+@of_rules([AnytimeWindow(250_000), Exponential(0.25)])
+def test_averages_of_16_bits_are_those_of_float64(rule):
+    check_averages(rule, ["float16", "bfloat16"])
+
+
+# Turns
+
+
+def turns_of(rule, steps):
+    """The steps at which blocks begin, by NumPy's schedule."""
+    starts, found = [0], [0]
+    while (end := rule.closes(starts)) < steps:
+        starts = turn(rule, starts, end)
+        found.append(end)
+    return np.array(found)
+
+
+def turns_in_jax(rule, steps, dtype):
+    average = tail_average(rule, dtype=dtype)
+
+    def step(state, _):
+        state = average.update(state, {})
+        return state, state.clock.starts[-1]
+
+    _, starts = jax.jit(lambda state: lax.scan(step, state, None, length=steps))(average.init({}))
+    starts = np.asarray(starts)
+    return np.r_[0, starts[1:][np.diff(starts) > 0]]
+
+
+# 0.15, 0.18, 0.3 and the share of 0.36 with two blocks, 0.2, are a little larger in float32, and a
+# turn of 0.04 is nearly a tie
+TURNING = [
+    *(
+        AnytimeWindow(window, 3, turns)
+        for window in (0.07, 0.25, 0.9, 1.0, 0.123456789123, Growing(0.07, 40_000))
+        for turns in ("balanced", "paper")
+    ),
+    AnytimeWindow(0.04),
+    AnytimeWindow(0.25, 2),
+    AnytimeWindow(0.55, 5),
+    AnytimeWindow(0.15, 2),
+    AnytimeWindow(0.36, 3),
+    AnytimeWindow(0.3, 3, "paper"),
+    AnytimeWindow(0.18, 5, "paper"),
+    AnytimeWindow(Growing(0.3, 70_000), 4, "paper"),
+    AnytimeWindow(999, 3),
+]
+
+
+@of_rules(TURNING)
+def test_turns_in_single_precision_are_on_the_very_sample(rule):
+    got = turns_in_jax(rule, 2 * 10**6, jnp.float32)
+    np.testing.assert_array_equal(got, turns_of(rule, 2 * 10**6))
+
+
+@of_rules(TURNING)
+def test_turns_with_x64_are_on_the_very_sample(rule):
+    with jax.enable_x64(True):
+        got = turns_in_jax(rule, 10**6, jnp.float64)
+    np.testing.assert_array_equal(got, turns_of(rule, 10**6))
+
+
+# What rules and windows tell of arrays and traced integers
+
+
+STEPS_ASKED = np.unique(
+    np.r_[1:3000, np.geomspace(3000, 3e7, 3000).astype(int), 2**24 - 5 : 2**24 + 5]
+)
+
+
+def in_float32(function, steps=STEPS_ASKED):
+    """A function of a traced integer, at many steps."""
+    return np.asarray(jax.jit(jax.vmap(function))(jnp.asarray(steps, jnp.int32)), float)
+
+
+@of_rules([*DECAYS, *(Exponential(c) for c in (0.01, 0.3, 0.9, 0.999, 0.123456789123))])
+def test_the_weight_of_a_sample_keeps_its_digits_in_single_precision(rule):
+    expected = 1 - rule.decay(STEPS_ASKED.astype(float))
+    fresh = rule.fresh(STEPS_ASKED.astype(float))
+    np.testing.assert_allclose(fresh, expected, rtol=2e-15 * STEPS_ASKED.max())
+    np.testing.assert_allclose(in_float32(lambda t: jnp.asarray(rule.fresh(t))), fresh, rtol=2e-6)
+
+
+@given(windows, st.integers(1, 10**6))
+def test_the_weight_of_a_sample_is_1_less_the_decay(window, t):
+    rule = Exponential(window)
+    assert rule.fresh(t) == pytest.approx(1 - rule.decay(t), rel=1e-9, abs=1e-13)
+    steps = np.arange(t, t + 50)
+    expected = [rule.fresh(step) for step in steps.tolist()]
+    np.testing.assert_allclose(rule.fresh(steps), expected, rtol=1e-13)
+    tensor = torch.as_tensor(rule.fresh(torch.tensor(steps, dtype=torch.float64)))
+    np.testing.assert_allclose(tensor, expected, rtol=1e-13)
+
+
+@given(windows, st.integers(2, 10**6))
+def test_growth_is_the_difference_of_two_sizes(window, t):
+    steps = np.arange(t, t + 50)
+    expected = [window.size(s) - window.size(s - 1) for s in steps.tolist()]
+    np.testing.assert_allclose([window.growth(s) for s in steps.tolist()], expected, atol=1e-9)
+    np.testing.assert_allclose(np.broadcast_to(window.growth(steps), 50), expected, atol=1e-9)
+    tensor = torch.as_tensor(window.growth(torch.tensor(steps, dtype=torch.float64)))
+    np.testing.assert_allclose(np.broadcast_to(tensor, 50), expected, atol=1e-9)
+
+
+@pytest.mark.parametrize("window", [Growing(0.07), Growing(0.25), Growing(1.0), CAPPED, Fixed(9)])
+def test_growth_keeps_its_digits_in_single_precision(window):
+    growth = in_float32(lambda t: jnp.asarray(window.growth(t)) + 0.0 * t)
+    expected = np.broadcast_to(window.growth(STEPS_ASKED.astype(float)), growth.shape)
+    capped = getattr(window, "at_most", None)
+    sure = np.abs(window.size(STEPS_ASKED.astype(float)) - (capped or 0)) > 1
+    np.testing.assert_allclose(growth[sure], expected[sure], rtol=1e-6, atol=1e-6)
+
+
+def tensors_of(steps):
+    """The same steps as the kinds of arrays that windows take."""
+    return [steps, torch.tensor(steps, dtype=torch.float64)]
+
+
+@given(windows, st.integers(0, 10**5), st.integers(1, 6))
+def test_a_window_is_filled_from_the_step_on_that_filled_at_tells(window, start, parts):
+    first = window.filled_at(start, parts)
+    near = np.arange(max(start + 1, min(first, 10**15) - 40), min(first, 10**15) + 40)
+    expected = near >= first
+    assert [bool(window.filled(start, t, parts)) for t in near.tolist()] == expected.tolist()
+    for steps in tensors_of(near):
+        np.testing.assert_array_equal(window.filled(start, steps, parts), expected)
+
+
+@given(anytime_windows, st.integers(1, 3000))
+def test_a_block_is_closed_at_the_step_that_closes_tells(rule, t):
+    starts = advance(rule, [0], t)
+    end = min(rule.closes(starts), 10**15)
+    padded = [0] * (rule.accumulators - len(starts)) + starts
+    near = np.arange(max(starts[-1] + 1, end - 40), end + 1)
+    expected = near >= rule.closes(starts)
+    assert [bool(rule.closed(padded, s)) for s in near.tolist()] == expected.tolist()
+    for steps in tensors_of(near):
+        np.testing.assert_array_equal(rule.closed(padded, steps), expected)
+
+
+@of_rules([*TURNING, AnytimeWindow(CAPPED, 2), AnytimeWindow(2_500_000)])
+def test_a_block_is_closed_at_that_step_in_single_precision(rule):
+    asked = jax.jit(jax.vmap(rule.closed, in_axes=(None, 0)))
+    for t in (500, 12_345, 10**6, 2**24 + 1, 10**8, 10**9):
+        if isinstance(rule.window.limit, int) and rule.turns == "paper" and t > 10**8:
+            continue  # no formula tells its blocks then
+        starts = advance(rule, [0], t)
+        end = min(rule.closes(starts), 2**31 - 1000)
+        padded = [0] * (rule.accumulators - len(starts)) + starts
+        near = np.arange(max(end - 500, starts[-1] + 1), end + 500)
+        closed = np.asarray(asked(jnp.asarray(padded), jnp.asarray(near, jnp.int32)))
+        np.testing.assert_array_equal(closed, near >= rule.closes(starts))
+
+
+@given(st.floats(0, 1, exclude_max=True), st.integers(0, 2**31 - 1))
+@example(1 - 2**-53, 2**31 - 1)
+@example(1 - 1e-12, 2**31 - 1)
+@example(0.5, 2**31 - 1)
+def test_the_whole_part_of_a_product_is_right_to_the_last_digit(share, t):
+    exact = Fraction(share) * t
+    whole = whole_part(share, t)
+    # what is below 4096⁻⁵ of the share is left out
+    assert math.floor(exact - Fraction(t, 4096**5)) <= whole <= math.floor(exact)
+    assert int(whole_part(share, np.int32(t))) == whole
+
+
+def test_the_whole_part_of_a_product_does_not_overflow_in_int32():
+    steps = np.unique(np.r_[:3000, np.geomspace(3000, 2**31 - 1, 20_000).astype(np.int64)])
+    for share in (0.25, 1 / 3, 1e-6, 0.3 * (1 - 1e-12), 1 - 1e-12, 1 - 2**-53):
+        got = jax.jit(partial(whole_part, share))(jnp.asarray(steps, jnp.int32))
+        assert got.dtype == jnp.int32
+        expected = [whole_part(share, t) for t in steps.tolist()]
+        np.testing.assert_array_equal(got, expected)
