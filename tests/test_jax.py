@@ -594,7 +594,8 @@ def test_a_bad_window_is_refused(bad):
 
 @pytest.mark.parametrize("dtype", ["float16", jnp.bfloat16, "int32", "complex64", bool], ids=str)
 def test_accumulators_of_another_dtype_are_refused(dtype):
-    with pytest.raises(TypeError, match=rf"expected float32 or float64, got {np.dtype(dtype)}"):
+    message = rf"dtype: expected float32 or float64, got .*{np.dtype(dtype)}"
+    with pytest.raises(TypeError, match=message):
         tail_average(10, dtype=dtype)
 
 
@@ -613,10 +614,10 @@ WRONG = [
     (WHOLE | {"a": {"b": jnp.ones(3)}}, ValueError, r"a\.b: expected shape \(2,\), got \(3,\)"),
     (WHOLE | {"a": {"b": 1.0}}, ValueError, r"a\.b: expected shape \(2,\), got \(\)"),
     (WHOLE | {"n": jnp.arange(2)}, ValueError, r"n: expected shape \(3,\), got \(2,\)"),
-    (WHOLE | {"a": {"b": jnp.ones(2) * 1j}}, TypeError, r"b: expected float32.*got complex64"),
-    (WHOLE | {"n": jnp.ones(3)}, TypeError, r"n: expected int32.*got float32"),
-    (WHOLE | {"n": jnp.ones(3, bool)}, TypeError, r"n: expected int32.*got bool"),
-    (WHOLE | {"n": jax.random.split(jax.random.key(0), 3)}, TypeError, r"n: expected int32.*key"),
+    (WHOLE | {"a": {"b": jnp.ones(2) * 1j}}, TypeError, r"a\.b: expected .*float32.*got complex64"),
+    (WHOLE | {"n": jnp.ones(3)}, TypeError, r"n: expected .*int32.*got float32"),
+    (WHOLE | {"n": jnp.ones(3, bool)}, TypeError, r"n: expected .*int32.*got bool"),
+    (WHOLE | {"n": jax.random.split(jax.random.key(0), 3)}, TypeError, r"n: expected .*int32.*key"),
 ]
 
 

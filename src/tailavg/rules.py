@@ -87,16 +87,15 @@ class AnytimeWindow(OfWindow):
         object.__setattr__(self, "turns", turns)
 
     @property
-    def _parts(self) -> int:
-        """How many blocks share the window; any number of them if none waits for its share."""
-        shared = self.turns == "balanced" or isinstance(self.window, Fixed)
-        return self.accumulators - 1 if shared else NEVER
+    def _shared(self) -> bool:
+        """Whether a block waits for its share of the window."""
+        return self.turns == "balanced" or isinstance(self.window, Fixed)
 
     def closes(self, starts: Sequence[int]) -> int:
         """The step after which the open block takes no more samples."""
-        end = self.window.filled_at(starts[-1], self._parts)
-        full = len(starts) == self.accumulators
-        return max(end, self.window.filled_at(starts[1])) if full else end
+        z = self.accumulators - 1
+        end = self.window.filled_at(starts[-1], z) if self._shared else starts[-1] + 1
+        return max(end, self.window.filled_at(starts[1])) if len(starts) > z else end
 
     def closed(self, starts: Sequence[Any], t: Any) -> Any:
         """Whether it takes none after step t, also for traced integers; empty blocks come first.
@@ -106,7 +105,9 @@ class AnytimeWindow(OfWindow):
             [False, True]
         """
         spare = (starts[0] == starts[1]) | self.window.filled(starts[1], t)
-        return spare & self.window.filled(starts[-1], t, self._parts)
+        if not self._shared:
+            return spare & (t > starts[-1])
+        return spare & self.window.filled(starts[-1], t, self.accumulators - 1)
 
     def uniform_until(self, t: int) -> int:
         """The step until which, from step t on, a turn depends on the blocks' sizes alone."""

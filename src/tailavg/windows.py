@@ -26,9 +26,6 @@ NEVER = 2**63 - 1
 TIE = 1e-12
 """A count reaches a real number that it misses by this much of it: 7 reaches 0.07 * 100."""
 
-SINGLE_TIE = 4e-7
-"""The same where all there is is single precision."""
-
 NUMBER = (int, float, np.number)
 """One number, for which there are branches; else many, or a tensor whose value is unknown yet.
 
@@ -118,10 +115,11 @@ class Growing:
         k = over * t
         k /= under
         number = isinstance(k, NUMBER)
-        # a compiler may divide by a product with the reciprocal, and miss a whole number
-        if not exact or not (number or isinstance(k, np.ndarray)):
+        # a compiler may multiply by 1 / under instead, and miss a whole number by the last digit
+        compiled = not (number or isinstance(k, np.ndarray))
+        if compiled or not exact:
             off = (round(k) if number else k.round()) - k
-            tie = SINGLE_TIE if getattr(k, "dtype", None) == np.float32 else TIE
+            tie = 4e-7 if is_single(k) else 2.0**-52 if exact else TIE
             k = k + (abs(off) <= tie * k) * off
         if number:
             return 1.0 if k < 1.0 else self._most if k > self._most else float(k)
@@ -165,7 +163,7 @@ class Growing:
         """
         share, rest = _shares(self.c, parts)
         part = share * (1.0 - TIE) * t  # a tie is forgiven
-        if getattr(part, "dtype", None) == np.float32:
+        if is_single(part):
             reached = t - start > whole_part(share * (1.0 - TIE), t)
         else:
             # t - start >= share t, or t rest >= start: whichever keeps its digits
@@ -231,6 +229,12 @@ def as_window(window: AnyWindow) -> Window:
     if not isinstance(window, Integral) and 0 < window <= 1:
         return Growing(float(window))
     raise ValueError(f"window: {expected}, got {window!r}")
+
+
+def is_single(x: Any) -> bool:
+    """Whether these are numbers of JAX in single precision."""
+    dtype = getattr(x, "dtype", None)
+    return isinstance(dtype, np.dtype) and dtype == np.float32
 
 
 def comparable(n: int) -> int | float:
