@@ -1,6 +1,6 @@
 """`tailavg.jax` against optax's EMA of parameters, on the weights of networks: `make bench`.
 
-    python benchmarks/pytrees.py [--rounds 20]
+    python benchmarks/pytrees.py [--rounds 12]
 
 Every group is one interleaved run: all that is compared takes turns, round after round, in an
 order that rotates. All are jitted, with what they overwrite donated. The best update of each
@@ -177,7 +177,7 @@ def measure(group: str, rounds: int, cycle: int) -> list[list[Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=12)
     rounds = parser.parse_args().rounds
     begin = perf_counter_ns()
     found = [

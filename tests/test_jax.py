@@ -296,7 +296,7 @@ def test_a_loop_in_the_program_counts_on(rule):
     average = tail_average(rule)
     body = lambda i, state: average.update(state, i.astype(jnp.float32))  # noqa: E731
     state = jax.jit(lambda state: lax.fori_loop(0, 50, body, state))(average.init(0.0))
-    assert state.count == 50
+    assert state.updates == 50
     assert_close(value(state), weight_matrix(rule, 50)[-1] @ np.arange(50.0), 1e-5)
 
 
@@ -338,7 +338,7 @@ def test_a_batch_of_averages_is_one_average_each(rule):
     states = jax.vmap(average.init)(jnp.asarray(batch[0]))
     states, values = jax.jit(lambda *a: lax.scan(step, *a))(states, jnp.asarray(batch))
     assert_close(values, averages(weight_matrix(rule, 60), batch), 3e-6)
-    assert states.count.tolist() == [60] * 4
+    assert states.updates.tolist() == [60] * 4
 
 
 @two_rules
@@ -359,7 +359,7 @@ def test_averages_of_a_batch_may_be_at_different_steps(rule):
 
     batch = np.stack([xs[-40:] for xs in trees], axis=1)
     states, values = jax.jit(lambda *a: lax.scan(step, *a))(states, jnp.asarray(batch))
-    assert states.count.tolist() == [age + 40 for age in ages]
+    assert states.updates.tolist() == [age + 40 for age in ages]
     for i, age in enumerate(ages):
         expected = averages(weight_matrix(rule, age + 40), trees[i])[age:]
         assert_close(values[:, i], expected, 3e-6)
@@ -414,7 +414,7 @@ def test_a_donated_state_is_used_up_and_nothing_else(rule):
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((tree, old)))
     assert_same(old, kept)
     assert_same(average.value(state), kept)
-    assert state.count == 3
+    assert state.updates == 3
 
 
 @few_rules
@@ -539,7 +539,7 @@ def test_before_the_first_update_the_value_is_what_was_given_to_init(rule):
         got = average.value(state)
         assert_same(got["named"], wide)
         np.testing.assert_array_equal(got["w"], tree["w"])
-        assert state.count == 0
+        assert state.updates == 0
         assert average.size(state) == rule.size(1)
 
 
@@ -550,7 +550,7 @@ def test_a_tree_without_anything_to_average_is_counted(rule, tree):
     state = average.init(tree)
     for _ in range(4):
         state = jax.jit(average.update, donate_argnums=0)(state, tree)
-    assert state.count == 4
+    assert state.updates == 4
     assert average.value(state) == average.value(state, like=tree) == tree
     assert average.profile(state).count == 4
 
@@ -567,7 +567,7 @@ def test_whole_numbers_and_narrow_floats_are_taken_for_a_floating_leaf(rule):
 
 def test_parts_of_a_state_are_named():
     state = tail_average(10).init(1.0)
-    assert state._fields == ("count", "size", "clock", "sums", "means")
+    assert state._fields == ("updates", "size", "clock", "sums", "means")
     assert isinstance(state.clock, BlockClock)
     assert isinstance(tail_average(Exponential(10)).init(1.0).clock, DecayClock)
 
@@ -636,7 +636,7 @@ def test_a_tree_that_does_not_fit_is_refused_and_the_state_is_as_it_was(tree, er
         with pytest.raises(error, match=message):
             call(state, tree)
     assert_same(state, expected)
-    assert average.update(state, WHOLE).count == 2
+    assert average.update(state, WHOLE).updates == 2
 
 
 def test_a_bare_array_that_does_not_fit_is_refused():
@@ -876,7 +876,7 @@ def test_a_loaded_state_goes_on_where_its_leaves_are(rule, count):
         if count:
             state = average.from_state_dict(average.state_dict(saved), tree)
         state = average.update(state, tree)
-        assert state.count == count + 1
+        assert state.updates == count + 1
         assert state.sums.sharding.is_equivalent_to(tree.sharding, 1)
         assert value(state).sharding.is_equivalent_to(tree.sharding, 1)
 

@@ -70,10 +70,10 @@ def machine(rule):
     average = tail_average(rule)
 
     def look(state, _):
-        step, _ = state.clock.step(rule, state.count)
+        step, _ = state.clock.step(rule, state.updates)
         state = average.update(state, {})
-        weights = state.clock.weights(state.count, state.size)
-        return state, (state.count, state.clock, step, weights)
+        weights = state.clock.weights(state.updates, state.size)
+        return state, (state.updates, state.clock, step, weights)
 
     skip = jax.jit(
         lambda state, steps: lax.fori_loop(0, steps, lambda _, s: average.update(s, {}), state)
@@ -115,7 +115,7 @@ def watch_until(rule, end, state):
     """Skip to 3000 steps before `end`, and watch those."""
     average, skip, _ = machine(rule)
     state = average.init({}) if state is None else state
-    ahead = end - 3000 - int(state.count)
+    ahead = end - 3000 - int(state.updates)
     if ahead > 0:
         state = skip(state, ahead)
     return watched(rule, 3000, state)
@@ -134,7 +134,7 @@ def test_blocks_have_the_size_that_they_promise_up_to_twenty_million(rule):
     for middle in sorted({*steps, *turns}):
         state, seen = watch_until(rule, middle + 1500, state)
         check_blocks(rule, seen)
-    assert int(state.count) >= 2 * LONG
+    assert int(state.updates) >= 2 * LONG
 
 
 @of_rules([AnytimeWindow(0.25), AnytimeWindow(250_000)])
@@ -143,7 +143,7 @@ def test_blocks_have_the_size_that_they_promise_at_every_step(rule):
     for _ in range(20):
         state, seen = watched(rule, LONG // 20, state)
         check_blocks(rule, seen)
-    assert int(state.count) == LONG
+    assert int(state.updates) == LONG
 
 
 @of_rules([*BLOCKS[:-1], *DECAYS])
@@ -162,7 +162,7 @@ def test_no_product_of_integers_overflows(rule):
         )
         average, _, _ = machine(rule)
         state, seen = watched(rule, 3000, average.from_state_dict(saved, {}))
-        assert int(state.count) == t + 3000
+        assert int(state.updates) == t + 3000
         np.testing.assert_allclose(float(state.size), rule.size(t + 3000), rtol=1e-6)
         if isinstance(rule, AnytimeWindow):
             check_blocks(rule, seen)

@@ -98,7 +98,7 @@ def in_jax(rule, dtype, saved, xs):
     padded = np.zeros((1024, *xs.shape[1:]), dtype)  # one shape, to be compiled once
     padded[: len(xs)] = xs
     state = jitted(rule, dtype)(state, padded, 0, len(xs))
-    value = np.asarray(average.value(state)) if int(state.count) else None
+    value = np.asarray(average.value(state)) if int(state.updates) else None
     return average.state_dict(state), value
 
 

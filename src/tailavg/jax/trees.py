@@ -36,8 +36,8 @@ Tree: TypeAlias = Any
 class TreeState(NamedTuple):
     """A tail average of a pytree, after some step."""
 
-    count: Array  # type: ignore[assignment]  # a tuple has a method of this name
-    """The number of trees so far, t."""
+    updates: Array
+    """The number of them so far, t."""
     size: Array
     """The size of the window, k_t."""
     clock: BlockClock | DecayClock
@@ -69,7 +69,7 @@ class TreeAverage:
         clock, places = clock_for(self.rule), self.rule.accumulators
         sums = jax.tree.map(self._accumulator, tree)
         return TreeState(
-            count=jnp.zeros_like(clock.folded),
+            updates=jnp.zeros_like(clock.folded),
             size=jnp.asarray(self.rule.size(1), jnp.result_type(float)),
             clock=clock,
             sums=sums,
@@ -97,15 +97,15 @@ class TreeAverage:
         clock: Any = state.clock
         if not clock.serves(self.rule):
             raise ValueError(f"state: expected one of {self.rule}, got that of another rule")
-        step, clock = clock.step(self.rule, state.count)
+        step, clock = clock.step(self.rule, state.updates)
         averaged = [i for i, mean in enumerate(means) if mean is not None]
         held, totals = _fold(step, [means[i] for i in averaged], [sums[i] for i in averaged])
         for i, mean, total in zip(averaged, held, totals, strict=True):
             means[i], leaves[i] = mean, total + _times(step.factor, _widened(leaves[i], total))
-        count = state.count + 1
+        updates = state.updates + 1
         return TreeState(
-            count=count,
-            size=jnp.asarray(self.rule.size(count), state.size.dtype),
+            updates=updates,
+            size=jnp.asarray(self.rule.size(updates), state.size.dtype),
             clock=jax.tree.map(lambda new, old: new.astype(old.dtype), clock, state.clock),
             sums=structure.unflatten(leaves),
             means=structure.unflatten(means),
@@ -131,7 +131,7 @@ class TreeAverage:
             Profile(count=1000, size=100.0, effective_size=100.0, mean_age=49.5,
                     oldest_age=99, accumulators=3)
         """
-        count = int(state.count)
+        count = int(state.updates)
         if not count:
             raise ValueError("profile: expected at least one update before it, got none")
         starts, _ = state.clock.blocks(count)
@@ -143,7 +143,7 @@ class TreeAverage:
         Leaves are named by their paths, as "layer.weight"; what is not averaged is left out. To
         stop and resume within JAX, save the state itself, a pytree: that is exact to the bit.
         """
-        count, folded = int(state.count), int(state.clock.folded)
+        count, folded = int(state.updates), int(state.clock.folded)
         starts, places = state.clock.blocks(count)
         means = _named(state.means)
         partial = {
@@ -204,7 +204,7 @@ class TreeAverage:
 
         fields = {name: put(x, getattr(state.clock, name)) for name, x in scalars.items()}
         return TreeState(
-            count=put(count, state.count),
+            updates=put(count, state.updates),
             size=put(self.rule.size(count), state.size),
             clock=state.clock._replace(**fields),
             sums=jax.tree.map_with_path(
@@ -258,7 +258,7 @@ def value(state: TreeState, like: Tree = None) -> Tree:
             those of the accumulators.
     """
     wanted, sums, means, structure = _aligned(state.sums if like is None else like, state, "like")
-    of_means, of_sum = state.clock.weights(state.count, state.size)
+    of_means, of_sum = state.clock.weights(state.updates, state.size)
 
     def average(total: Array, means: Array | None, like: Array) -> Array:
         if means is None:
