@@ -1,12 +1,15 @@
 """`tailavg.jax` against optax's EMA of parameters, on the weights of networks: `make bench`.
 
-    python benchmarks/pytrees.py [--rounds 12]
+    python benchmarks/pytrees.py [--rounds 8]
 
 Every group is one interleaved run: all that is compared takes turns, round after round, in an
-order that rotates. All are jitted, with what they overwrite donated. The best update of each
-counts; beside it stands the median over the rounds of CYCLE consecutive updates, by their mean, in
-which a tail folds its sums twice and turns once. Temporaries and bytes are those of the compiled
-program, by XLA. The numbers go to results/pytrees.csv, and as tables to results/pytrees.md.
+order that rotates. All are jitted, with what they overwrite donated, and begin each round with
+that in new memory, since where it lies changes the speed by a tenth. As in a training loop, calls
+follow each other without waiting, ROW of them; the best row of each counts, by its mean. Beside it
+stands the median over the rounds of CYCLE updates, by their mean: in so many a tail of WINDOW folds
+its sums twice and turns once, and growing ones turn more often here than later in a run.
+Temporaries are those of the compiled program, by XLA. The numbers go to results/pytrees.csv, and as
+tables to results/pytrees.md.
 """
 
 import argparse
@@ -32,6 +35,7 @@ from tailavg.jax import tail_average
 RESULTS = Path(__file__).parent / "results"
 WINDOW = 540
 CYCLE = 270  # updates: in so many, WINDOW folds its sum twice and turns once
+ROW = 10  # calls without waiting
 STEPS = 16  # of one lax.scan
 DECAY = 0.999
 MIB = 2**20
@@ -57,69 +61,91 @@ def scanned(update: Update) -> Update:
     return steps
 
 
-class Candidate:
-    """A compiled update with its state, and how long its calls took."""
+class Timed:
+    """What is timed: a call, and how long it took."""
 
-    def __init__(self, update: Callable[..., Any], state: Any, *rest: Any) -> None:
+    temporary: float | None = None
+    compile_s: float | None = None
+    call: Callable[[], object]  # what it returns is waited for
+    move: Callable[[], None]  # into new memory
+
+    def __init__(self) -> None:
+        self.best: list[float] = []
+        self.means: list[float] = []
+
+    def run(self, times: int, row: int = ROW) -> None:
+        took = []
+        for _ in range(0, times, row):
+            begin = perf_counter_ns()
+            for _ in range(row):
+                made = self.call()
+            jax.block_until_ready(made)
+            took.append((perf_counter_ns() - begin) / 1e6 / row)
+        self.best.append(min(took))
+        self.means.append(sum(took) / len(took))
+
+
+class Compiled(Timed):
+    """An update of a state, or, if that is all there is, a read of it."""
+
+    def __init__(self, function: Callable[..., Any], state: Any, *rest: Any) -> None:
+        super().__init__()
         begin = perf_counter_ns()
         donated = (0,) if rest else ()  # what only reads a state keeps it
-        self.compiled = jax.jit(update, donate_argnums=donated).lower(state, *rest).compile()
+        jitted = jax.jit(function, donate_argnums=donated)
+        compiled = jitted.lower(state, *rest).compile()
         self.compile_s = (perf_counter_ns() - begin) / 1e9
-        self.state, self.rest = state, rest
-        self.best: list[float] = []
-        self.means: list[float] = []
+        self.temporary = compiled.memory_analysis().temp_size_in_bytes / MIB
+        self.state = state
 
-    def run(self, times: int) -> None:
-        took = []
-        for _ in range(times):
-            begin = perf_counter_ns()
-            made = jax.block_until_ready(self.compiled(self.state, *self.rest))
-            took.append((perf_counter_ns() - begin) / 1e6)
-            self.state = made if self.rest else self.state
-        self.best.append(min(took))
-        self.means.append(sum(took) / len(took))
+        def call() -> object:
+            made = jitted(self.state, *rest)
+            if rest:
+                self.state = made
+            return made
 
-    @property
-    def temporary(self) -> float:
-        return self.compiled.memory_analysis().temp_size_in_bytes / MIB
+        def move() -> None:
+            if rest:
+                self.state = jax.tree.map(jnp.copy, self.state)
+
+        self.call, self.move = call, move
 
 
-class Nnx:
-    """The same of flax, whose averages change in place."""
-
-    temporary, compile_s = "", ""
+class Nnx(Timed):
+    """flax's own, which changes in place."""
 
     def __init__(self, params: Any) -> None:
-        self.params = nnx.Dict({name: nnx.Param(x) for name, x in params.items()})
-        self.average = nnx.EMA(self.params, DECAY)
-        self.update = nnx.jit(lambda average, params: average.update(params))
-        self.best: list[float] = []
-        self.means: list[float] = []
+        super().__init__()
+        variables = nnx.Dict({name: nnx.Param(x) for name, x in params.items()})
+        average = nnx.EMA(variables, DECAY)
+        update = nnx.jit(lambda average, params: average.update(params), donate_argnums=0)
 
-    def run(self, times: int) -> None:
-        took = []
-        for _ in range(times):
-            begin = perf_counter_ns()
-            self.update(self.average, self.params)
-            jax.block_until_ready(nnx.state(self.average))
-            took.append((perf_counter_ns() - begin) / 1e6)
-        self.best.append(min(took))
-        self.means.append(sum(took) / len(took))
+        def call() -> object:
+            update(average, variables)
+            return nnx.state(average)
+
+        def move() -> None:
+            nnx.update(average, jax.tree.map(jnp.copy, nnx.state(average)))
+
+        self.call, self.move = call, move
 
 
-def interleave(candidates: dict[str, Any], rounds: int, times: int) -> None:
-    for candidate in candidates.values():
-        candidate.run(3)
-        candidate.best.clear()
-        candidate.means.clear()
-    names = list(candidates)
+def interleave(timed: dict[str, Timed], rounds: int, times: int, row: int = ROW) -> None:
+    for one in timed.values():
+        one.run(3, row)
+        one.best.clear()
+        one.means.clear()
+    names = list(timed)
     for turn in range(rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            candidates[name].run(times)
+            timed[name].move()
+            timed[name].run(times, row)
 
 
-def rows(group: str, what: str, candidates: dict[str, Any], peer: Any) -> list[list[Any]]:
-    return [
+def rows(group: str, what: str, timed: dict[str, Timed]) -> list[list[str]]:
+    """A row for each, with ratios to the first."""
+    peer = next(iter(timed.values()))
+    found = [
         [
             group,
             what,
@@ -128,62 +154,61 @@ def rows(group: str, what: str, candidates: dict[str, Any], peer: Any) -> list[l
             f"{median(one.means):.3f}",
             f"{min(one.best) / min(peer.best):.3f}",
             f"{median(one.means) / median(peer.means):.3f}",
-            f"{one.temporary:.3f}" if one.temporary != "" else "",
-            f"{one.compile_s:.1f}" if one.compile_s != "" else "",
+            "" if one.temporary is None else f"{one.temporary:.3f}",
+            "" if one.compile_s is None else f"{one.compile_s:.1f}",
         ]
-        for name, one in candidates.items()
+        for name, one in timed.items()
     ]
+    for row in found:
+        print(*row, sep=" | ", flush=True)
+    return found
 
 
-def measure(group: str, rounds: int, cycle: int) -> list[list[Any]]:
+def measure(group: str, rounds: int, rules: dict[str, Any]) -> list[list[str]]:
     key = jax.random.key(0)
     params = {
         name: jax.random.normal(jax.random.fold_in(key, i), shape)
         for i, (name, shape) in enumerate(SETS[group].items())
     }
-
-    def begin(average: Any) -> Any:
-        """A state far enough on that turns of a growing window are as rare as they usually are."""
-        state = average.init(params)
-        update = jax.jit(average.update, donate_argnums=0)
-        for _ in range(cycle):
-            state = update(state, params)
-        return jax.block_until_ready(state)
-
-    print(group, file=sys.stderr)
-    peer = Candidate(incremental, jax.tree.map(jnp.copy, params), params)
-    candidates: dict[str, Any] = {PEER: peer, "flax nnx.EMA, nnx.jit": Nnx(params)}
-    for name, rule in RULES.items():
-        average = tail_average(rule)
-        candidates[name] = Candidate(average.update, begin(average), params)
-    interleave(candidates, rounds, cycle)
-    found = rows(group, "update", candidates, peer)
-
-    reads: dict[str, Any] = {PEER: peer}
-    for name, rule in RULES.items():
-        reads[name] = Candidate(tail_average(rule).value, candidates[name].state)
-    interleave(reads, rounds, 5)
-    found += rows(group, "value", reads, peer)
-
-    name, rule = next(iter(RULES.items()))
-    average = tail_average(rule)
-    scans = {
-        PEER: Candidate(scanned(incremental), peer.state, params),
-        name: Candidate(scanned(average.update), candidates[name].state, params),
+    averages = {name: tail_average(rule) for name, rule in rules.items()}
+    peer = Compiled(incremental, jax.tree.map(jnp.copy, params), params)
+    tails = {
+        name: Compiled(average.update, average.init(params), params)
+        for name, average in averages.items()
     }
-    interleave(scans, rounds, max(2, cycle // STEPS // 4))
-    return found + rows(group, f"{STEPS} updates in lax.scan", scans, scans[PEER])
+    for tail in tails.values():
+        tail.run(CYCLE)  # past the first turns, which come close together
+    timed: dict[str, Timed] = {PEER: peer, **tails}
+    if group == "ResNet-50":
+        timed["flax nnx.EMA"] = Nnx(params)
+    interleave(timed, rounds, CYCLE)
+    found = rows(group, "update", timed)
+    interleave(timed, rounds, CYCLE // 5, row=1)
+    found += rows(group, "update, waiting for each", timed)
+
+    reads = {name: Compiled(average.value, tails[name].state) for name, average in averages.items()}
+    interleave({PEER: peer, **reads}, rounds, 5, row=1)
+    found += rows(group, "value, against an update", {PEER: peer, **reads})
+
+    name, average = next(iter(averages.items()))
+    scans = {
+        PEER: Compiled(scanned(incremental), peer.state, params),
+        name: Compiled(scanned(average.update), tails[name].state, params),
+    }
+    interleave(scans, rounds, 4, row=1)
+    return found + rows(group, f"{STEPS} updates in lax.scan", scans)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=8)
     rounds = parser.parse_args().rounds
     begin = perf_counter_ns()
+    few = dict(list(RULES.items())[:1])
     found = [
-        *measure("ResNet-50", rounds, CYCLE),
-        *measure("GPT-2 small", max(2, rounds // 4), CYCLE),
-        *measure("2,000 × 256", max(2, rounds // 2), CYCLE),
+        *measure("ResNet-50", rounds, RULES),
+        *measure("GPT-2 small", max(2, rounds // 4), few),
+        *measure("2,000 × 256", max(2, rounds // 4), few),
     ]
     heads = ["set", "what", "method", "best ms", "mean ms", "ratio", "ratio of means"]
     heads += ["temporaries MiB", "compiled in s"]
@@ -191,16 +216,14 @@ def main() -> None:
     facts = (
         f"Python {platform.python_version()}, "
         f"{', '.join(f'{name} {version(name)}' for name in packages)}; {processor()}; "
-        f"{rounds} interleaved rounds of {CYCLE} updates (a quarter as many rounds for GPT-2, half "
-        "as many for small tensors): the best update, and the median over rounds of their mean."
+        f"{rounds} interleaved rounds of {CYCLE} updates (a quarter as many for GPT-2 and small "
+        f"tensors): the best {ROW} in a row, and the median over rounds of the mean of all."
     )
     RESULTS.mkdir(exist_ok=True)
     with (RESULTS / "pytrees.csv").open("w", newline="") as file:
         csv.writer(file).writerows([heads, *found])
     lines = [facts, "", f"| {' | '.join(heads)} |", f"| {' | '.join(['---'] * len(heads))} |"]
-    for row in found:
-        lines.append(f"| {' | '.join(row)} |")
-        print(*row, sep=" | ")
+    lines += [f"| {' | '.join(row)} |" for row in found]
     (RESULTS / "pytrees.md").write_text("\n".join(lines) + "\n")
     minutes = (perf_counter_ns() - begin) / 6e10
     print(f"{facts}\n{minutes:.1f} minutes; kept in {RESULTS / 'pytrees.csv'}", file=sys.stderr)

@@ -4,8 +4,8 @@
 
 A small network learns scikit-learn's digits with AdamW at a constant rate. Tested are the last
 iterate, which is better or worse by chance (try other seeds), and the average of the last quarter
-of all steps. A second run is saved late in the run with orbax and restored into fresh objects; if
-it does not end with the very bits of the unbroken one, the script fails.
+of all steps. A second run is saved with orbax, four fifths of the way, and restored into fresh
+objects; if it does not end with the very bits of the unbroken one, the script fails.
 """
 
 import argparse
@@ -103,7 +103,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=Path("build/jax_nnx"))
     options = parser.parse_args()
-    steps, stop = options.steps, options.steps * 4 // 5  # the average is of both sides of it
+    steps, stop = (
+        options.steps,
+        options.steps * 4 // 5,
+    )  # the average is over steps before and after
     images, labels, *test = digits()
 
     done = train(start(options.seed), steps, images, labels)

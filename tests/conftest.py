@@ -8,7 +8,10 @@ from hypothesis import settings
 sys.path.insert(0, str(Path(__file__).parent))  # for `model` and `cases`
 
 # before JAX starts: several devices, to shard arrays over
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+os.environ["XLA_FLAGS"] = (
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+)
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 settings.register_profile(
     "tailavg", derandomize=True, database=None, deadline=None, max_examples=50, print_blob=False

@@ -194,8 +194,7 @@ def test_single_precision_is_near_for_any_rule(rule):
     xs = samples(150, (2,)).astype(np.float32)
     _, (values, _, _) = run(tail_average(rule), {"x": xs, "one": np.ones(150, np.float32)})
     assert_close(values["one"], np.ones(150), 3e-6)
-    if isinstance(rule, Exponential) or isinstance(rule.window, Fixed):  # turns may be off by one
-        assert_close(values["x"], averages(weight_matrix(rule, 150), xs), 1e-5)
+    assert_close(values["x"], averages(weight_matrix(rule, 150), xs), 1e-5)
 
 
 LONG = [1, 2, 999, 2**16 + 1, 10**6, 4_999_999, 9_876_543, 10**7]
@@ -255,20 +254,13 @@ def test_single_precision_has_the_decay_after_ten_million_steps(window):
         assert abs(1 / (old**2 / before + new**2) / after - 1) < 1e-5
 
 
-@pytest.mark.parametrize("rule", [AnytimeWindow(250_000), Exponential(250_000)], ids=short)
-def test_single_precision_keeps_five_digits_of_a_large_window(rule):
-    steps = 300_000
-    xs = (1 + np.random.default_rng(0).normal(size=steps)).astype(np.float32)
-    average = tail_average(rule)
-    update = jax.jit(
-        lambda state, xs: lax.scan(lambda state, x: (average.update(state, x), None), state, xs)[0]
-    )
-    numpy = TailAverage(rule, dtype="float64")
-    state = average.init(0.0)
-    for chunk in np.split(xs, 3):
-        state = update(state, jnp.asarray(chunk))
-        numpy.update_many(chunk)
-        assert abs(float(average.value(state)) - numpy.value()) < 1e-5
+@pytest.mark.parametrize("other", [AnytimeWindow(10, 4), Exponential(10)], ids=short)
+def test_a_state_of_another_rule_is_refused(other):
+    state = tail_average(10).init(1.0)
+    with pytest.raises(ValueError, match=r"state: expected one of .*, got a BlockClock of another"):
+        tail_average(other).update(state, 1.0)
+    with pytest.raises(ValueError, match=r"state: expected one of Anytime"):
+        tail_average(10).update(tail_average(Exponential(10)).init(1.0), 1.0)
 
 
 # Ways to call it
@@ -683,8 +675,6 @@ def test_nan_and_infinity_leave_a_batch_and_single_precision_too(rule):
 
     states = jax.vmap(average.init)(jnp.zeros(4))
     _, values = jax.jit(lambda *a: lax.scan(step, *a))(states, jnp.asarray(xs))
-    if isinstance(rule, AnytimeWindow) and isinstance(rule.window, Growing):
-        values, expected = values[-50:], expected[-50:]  # a turn may be a sample off
     assert_close(values, expected, 3e-6)
 
 

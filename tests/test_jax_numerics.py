@@ -411,19 +411,19 @@ def in_float32(function, steps=STEPS_ASKED):
 @of_rules([*DECAYS, *(Exponential(c) for c in (0.01, 0.3, 0.9, 0.999, 0.123456789123))])
 def test_the_weight_of_a_sample_keeps_its_digits_in_single_precision(rule):
     expected = 1 - rule.decay(STEPS_ASKED.astype(float))
-    fresh = rule.fresh(STEPS_ASKED.astype(float))
+    fresh = rule.weight(STEPS_ASKED.astype(float))
     np.testing.assert_allclose(fresh, expected, rtol=2e-15 * STEPS_ASKED.max())
-    np.testing.assert_allclose(in_float32(lambda t: jnp.asarray(rule.fresh(t))), fresh, rtol=2e-6)
+    np.testing.assert_allclose(in_float32(lambda t: jnp.asarray(rule.weight(t))), fresh, rtol=2e-6)
 
 
 @given(windows, st.integers(1, 10**6))
 def test_the_weight_of_a_sample_is_1_less_the_decay(window, t):
     rule = Exponential(window)
-    assert rule.fresh(t) == pytest.approx(1 - rule.decay(t), rel=1e-9, abs=1e-13)
+    assert rule.weight(t) == pytest.approx(1 - rule.decay(t), rel=1e-9, abs=1e-13)
     steps = np.arange(t, t + 50)
-    expected = [rule.fresh(step) for step in steps.tolist()]
-    np.testing.assert_allclose(rule.fresh(steps), expected, rtol=1e-13)
-    tensor = torch.as_tensor(rule.fresh(torch.tensor(steps, dtype=torch.float64)))
+    expected = [rule.weight(step) for step in steps.tolist()]
+    np.testing.assert_allclose(rule.weight(steps), expected, rtol=1e-13)
+    tensor = torch.as_tensor(rule.weight(torch.tensor(steps, dtype=torch.float64)))
     np.testing.assert_allclose(tensor, expected, rtol=1e-13)
 
 

@@ -15,14 +15,13 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from torch import nn
 
-from cases import short
+from cases import CAPPED, short
 from tailavg import AnytimeWindow, Exponential, Growing, RawTail, TailAverage
 from tailavg.jax import tail_average
 from tailavg.schedule import advance, turn
 from tailavg.state import state as layout
 from tailavg.torch import ParameterAverage
 
-CAPPED = Growing(0.5, at_most=40)
 RULES = [
     AnytimeWindow(10),
     AnytimeWindow(300, 2),
@@ -528,3 +527,37 @@ def test_calls_between_two_samples_are_those_of_torch_alone(rule):
     resumed.load_state_dict(saved)
     resumed.update()
     assert resumed.count == 17
+
+
+@pytest.mark.parametrize("policy", ["omit", "raise"])
+@pytest.mark.parametrize("target", [in_torch, in_jax])
+def test_a_policy_that_others_do_not_have_stays_in_numpy(policy, target):
+    average = TailAverage(10, dtype="float32", nan_policy=policy)
+    average.update(np.ones(2, np.float32))
+    with pytest.raises(ValueError, match="nan_policy: expected 'propagate', got"):
+        target(average.rule, "float32", average.state_dict(), np.ones((1, 2), np.float32))
+
+
+def test_a_complex_state_does_not_go_into_a_real_leaf():
+    average = TailAverage(10, dtype="complex64")
+    average.update(np.ones(2) * 1j)
+    with pytest.raises(ValueError, match="state: expected float32, got complex64"):
+        tail_average(10).from_state_dict(average.state_dict(), jnp.zeros(2))
+
+
+def test_counts_that_32_bits_do_not_hold_are_refused():
+    average = TailAverage(Exponential(10), dtype="float32")
+    average.update(np.ones(2, np.float32))
+    saved = average.state_dict() | {"count": 3 * 10**9, "folded": 3 * 10**9}
+    with pytest.raises(ValueError, match=r"count of at most 2147483647, since x64 is off, got 3"):
+        tail_average(Exponential(10)).from_state_dict(saved, jnp.zeros(2))
+    with jax.enable_x64(True):
+        state = tail_average(Exponential(10)).from_state_dict(saved, jnp.zeros(2))
+        assert int(state.updates) == 3 * 10**9
+
+
+def test_names_are_checked_before_the_first_sample_too():
+    average = tail_average(10)
+    saved = average.state_dict(average.init({"a": jnp.zeros(2)}))
+    with pytest.raises(ValueError, match=r"state: expected arrays of \['b'\], got \['a'\]"):
+        average.from_state_dict(saved, {"b": jnp.zeros(2)})

@@ -1,7 +1,9 @@
 """Tail averages as an optax transformation, against parameters collected by hand."""
 
 import operator
+import sys
 from functools import partial
+from types import SimpleNamespace
 
 import equinox
 import jax
@@ -10,6 +12,7 @@ import numpy as np
 import optax
 import orbax.checkpoint
 import pytest
+from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -213,8 +216,8 @@ def test_before_the_first_update_the_average_is_the_parameters():
 
 
 def test_a_tail_after_gradient_accumulation_counts_every_small_step():
-    tx = optax.MultiSteps(optax.adam(0.1), 3).gradient_transformation()
-    params, state, history = train(optax.chain(tx, tail_average(0.3)))
+    tx = with_tail_average(optax.MultiSteps(optax.adam(0.1), 3), 0.3)
+    params, state, history = train(tx)
     assert counts(state) == [STEPS]
     for later in (3, 4):  # small steps leave the parameters as they are
         np.testing.assert_array_equal(history["scale"][later::3], history["scale"][2:-2:3])
@@ -563,7 +566,7 @@ WRONG = {
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
 def test_parameters_of_another_structure_or_shape_are_refused(wrong):
     state = with_tail_average(optax.adam(0.1), 4).init(start())
-    with pytest.raises(ValueError, match=r"params|tree"):
+    with pytest.raises(ValueError, match=r"^params: expected"):
         averaged_params(state, wrong)
 
 
@@ -940,3 +943,13 @@ def test_everything_is_sharded_as_the_parameters(rule, compiled, axis):
     check(params, state)
     history = jax.tree.map(lambda *xs: np.array(xs), *history)
     assert_close(averaged_params(state, params), expected(history, rule))
+
+
+@pytest.mark.parametrize("name", ["as_pure", "pure"])
+def test_an_optimizer_of_nnx_is_read_as_it_is(monkeypatch, name):
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, with_tail_average(optax.adam(0.1), 4), wrt=nnx.Param)
+    monkeypatch.setitem(sys.modules, "flax.nnx", SimpleNamespace(**{name: nnx.as_pure}))
+    for params in (None, nnx.state(model, nnx.Param)):
+        averaged = averaged_params(optimizer.opt_state, params)
+        assert_equal(averaged["kernel"], model.kernel[...])

@@ -29,7 +29,7 @@ _CHANGERS = {
     "MechanicState",
     "ScheduleFreeState",
     "SplitRealAndImaginaryState",
-}  # of wrappers that change updates or parameters on their way
+}  # of wrappers that change updates or parameters on their way; in optax or in optax.contrib
 
 __all__ = ["averaged_params", "tail_average", "with_tail_average"]
 
@@ -85,18 +85,19 @@ def with_tail_average(
 
 
 def averaged_params(opt_state: Any, params: Any = None) -> Any:
-    """The averaged parameters, found anywhere in the state of an optimizer; pure, as all of JAX.
+    """The averaged parameters, found anywhere in the state of an optimizer; may be jitted.
 
     Tails of different parameters, as under `optax.multi_transform`, come in one tree.
 
     Arguments:
         opt_state: The state of the optimizer, or the part of it that has the wanted tail; that of
             an `nnx.Optimizer` will do.
-        params: The parameters: they have the dtypes that are wanted, and are taken where no
-            tail is kept, as under `optax.masked`. If there are none, accumulators' dtypes.
+        params: The parameters, for their dtypes, and for what no tail is kept of, as under
+            `optax.masked`; without them, the dtypes are those of the accumulators.
     """
     if nnx := sys.modules.get("flax.nnx"):  # whose optimizers keep their arrays in variables
-        opt_state, params = nnx.as_pure((opt_state, params))
+        as_pure = getattr(nnx, "as_pure", None) or nnx.pure  # its name before flax 0.12.7
+        opt_state, params = as_pure((opt_state, params))
     states = _tails(opt_state)
     if not states:
         raise ValueError(

@@ -4,7 +4,7 @@ Every weight in the project comes from one equation, `root`, and from `join`, wh
 
 - `AnytimeWindow` (the paper's *awa*): blocks of consecutive samples, whose means `read` joins;
 - `Exponential` (*exp*): one mean, to which each sample is joined with a decay that follows t;
-- `ExactWindow` (*true*) and `RawTail` (*raw*), which weigh all their samples alike, are elsewhere.
+- `ExactWindow` (*true*) and `RawTail` (*raw*), whose samples all weigh alike, are in `baselines`.
 """
 
 from __future__ import annotations
@@ -136,16 +136,21 @@ class Exponential(OfWindow):
         """
         return abs(root(*self._joined(t)))
 
-    def fresh(self, t: Any) -> Any:
-        """The weight of sample t, 1 - decay(t), to all its digits in single precision, too."""
+    def weight(self, t: Any) -> Any:
+        """The weight of sample t when it comes, 1 - decay(t), with its digits in float32, too.
+
+        Examples:
+            >>> [round(Exponential(0.5).weight(t), 3) for t in (1, 2, 10, 100, 1000)]
+            [1.0, 1.0, 0.304, 0.034, 0.003]
+        """
         old, new, excess = self._joined(t)
         # the larger root for the new mean: the two add up to 2 new / (old + new)
         return 2.0 * new / (old + new) - root(new, old, excess)
 
     def _joined(self, t: Any) -> tuple[Any, float, Any]:
-        """What `root` takes: n_{t-1}, 1, and their excess over n_t, from which k_t is left out."""
-        k = self.window.size(t - 1)
-        return smaller(t - 1, k), 1.0, (t - 1 >= k) * (1.0 - self.window.growth(t))
+        """What `root` takes: n_{t-1}, 1, and their excess over n_t, in which n_t would cancel."""
+        before = self.window.size(t - 1)
+        return smaller(t - 1, before), 1.0, (t - 1 >= before) * (1.0 - self.window.growth(t))
 
 
 BlockRule = AnytimeWindow | RawTail

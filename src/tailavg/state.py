@@ -16,8 +16,9 @@ A state is a dict of plain data:
   `Exponential`, the sum of sample i times (1 - decay(i)) / (decay(folded + 1) ⋯ decay(i)), or times
   1 - decay(i) if that product is below 2⁻³²
 
-Of several arrays, each block and `partial` are dicts of arrays by name, and there may be `calls`, a
-number of calls between two samples. What one framework saved another one loads.
+In averages of models, each block and `partial` are dicts of arrays by name, and there may be
+`calls`: how many calls have come since the last sample, of an average that skips some. What one
+framework saved another one loads.
 
 An `Exponential` has one block and its mean is the average at step `folded`; an `ExactWindow` has
 blocks of one sample.
@@ -28,7 +29,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,9 @@ __all__ = [
     "VERSION",
     "by_name",
     "check",
+    "check_nan_policy",
     "check_steps",
+    "named",
     "plain",
     "read_file",
     "rule_from",
@@ -148,6 +151,15 @@ def state(
     }
 
 
+def named(part: Any, names: Iterable[str]) -> Mapping[str, Any]:
+    """A block, or a partial sum, as arrays by name; if there is but one, it needs none."""
+    arrays = part if isinstance(part, Mapping) else {"": part}
+    names = list(names)
+    if len(arrays) == len(names) == 1 and ("" in arrays or "" in names):
+        return dict(zip(names, arrays.values(), strict=True))
+    return arrays
+
+
 def by_name(
     state: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -167,25 +179,35 @@ def by_name(
             f"state: sizes do not add up: {held} starts, {len(state['blocks'])} blocks"
         )
     for part in (*list(state["blocks"])[:held], state["partial"]):
-        arrays = part if isinstance(part, Mapping) else {"": part}
-        if len(arrays) == len(shapes) == 1 and ("" in arrays or "" in shapes):
-            arrays = dict(zip(shapes, arrays.values(), strict=True))
+        arrays = named(part, shapes)
         if set(arrays) != set(shapes):
             raise ValueError(f"state: expected arrays of {list(shapes)}, got {list(arrays)}")
-        named = {name: np.asarray(arrays[name]) for name in shapes}
+        found.append({name: np.asarray(arrays[name]) for name in shapes})
         for name, shape in shapes.items():
-            if named[name].shape != shape:
-                raise ValueError(f"state: {name}: expected shape {shape}, got {named[name].shape}")
-        found.append(named)
+            got = found[-1][name].shape
+            if got != shape:
+                raise ValueError(f"state: {name}: expected shape {shape}, got {got}")
     return found[:-1], found[-1]
 
 
 def unnamed(state: Mapping[str, Any]) -> dict[str, Any]:
     """A state of one array that has a name, without it."""
-    shape = np.shape(next(iter(state["partial"].values()), ()))
+    if len(state["partial"]) != 1:
+        names = list(state["partial"])
+        raise ValueError(f"state: expected one array, all that TailAverage holds, got {names}")
+    (shape,) = map(np.shape, state["partial"].values())
     blocks, partial = by_name(state, {"": shape})
     means = np.array([block[""] for block in blocks]).reshape(len(blocks), *shape)
     return {**state, "blocks": means, "partial": partial[""]}
+
+
+def check_nan_policy(state: Mapping[str, Any]) -> None:
+    """Raise a ValueError unless NaNs are to propagate, as they do in averages of models."""
+    if state["nan_policy"] != "propagate":
+        raise ValueError(
+            f"state: nan_policy: expected 'propagate', got {state['nan_policy']!r}, which only "
+            "TailAverage has"
+        )
 
 
 def check_steps(count: int, starts: Sequence[int], folded: int) -> None:

@@ -119,7 +119,8 @@ class Growing:
         compiled = not (number or isinstance(k, np.ndarray))
         if compiled or not exact:
             off = (round(k) if number else k.round()) - k
-            tie = 4e-7 if is_single(k) else 2.0**-52 if exact else TIE
+            tie = 2.0**-52 if exact else TIE
+            tie = 4e-7 if is_single(k) else tie
             k = k + (abs(off) <= tie * k) * off
         if number:
             return 1.0 if k < 1.0 else self._most if k > self._most else float(k)
@@ -162,12 +163,12 @@ class Growing:
         share (1 - (1-c)^(1/parts)) of the stream as it is closed, `parts` of them cover c.
         """
         share, rest = _shares(self.c, parts)
-        part = share * (1.0 - TIE) * t  # a tie is forgiven
-        if is_single(part):
-            reached = t - start > whole_part(share * (1.0 - TIE), t)
-        else:
-            # t - start >= share t, or t rest >= start: whichever keeps its digits
-            reached = t - start >= part if share < 0.5 else t * rest >= start
+        if is_single(share * t):  # which has too few digits
+            reached = t - start > whole_part(share, t)
+        elif share < 0.5:
+            reached = t - start >= share * t
+        else:  # the same, with the digits that share t would lose
+            reached = t * rest >= start
         if self.at_most is None:
             return reached
         capped = comparable(self._capped_from)
@@ -200,12 +201,15 @@ class Growing:
 
 @lru_cache
 def _shares(c: float, parts: int) -> tuple[float, float]:
-    """A `parts`-th of the window, as a fraction of the stream, and what it leaves of it."""
+    """A `parts`-th of the window, as a fraction of the stream, and what that leaves of it.
+
+    Ties are forgiven.
+    """
     share, rest = c, 1.0 - c
     if parts > 1:
         rest **= 1.0 / parts
         share = -math.expm1(math.log1p(-share) / parts) if share < 1.0 else 1.0
-    return share, rest + share * TIE
+    return share * (1.0 - TIE), rest + share * TIE
 
 
 Window = Fixed | Growing
@@ -232,7 +236,7 @@ def as_window(window: AnyWindow) -> Window:
 
 
 def is_single(x: Any) -> bool:
-    """Whether these are numbers of JAX in single precision."""
+    """Whether these are numbers of JAX in single precision; PyTorch counts in double."""
     dtype = getattr(x, "dtype", None)
     return isinstance(dtype, np.dtype) and dtype == np.float32
 

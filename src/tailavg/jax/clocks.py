@@ -15,7 +15,7 @@ from jax import Array
 from tailavg.rules import AnytimeWindow, Exponential, read
 from tailavg.storages.arithmetic import FOLD
 
-__all__ = ["BlockClock", "DecayClock", "Step", "clock_for"]
+__all__ = ["BlockClock", "DecayClock", "Step", "first_clock"]
 
 _SMALLEST = -8.0  # of the logarithm of a product of decays: beyond it, float32 loses digits
 
@@ -119,7 +119,7 @@ class DecayClock(NamedTuple):
 
     def step(self, rule: Exponential, t: Array) -> tuple[Step, DecayClock]:
         """What is to be done with the sample that follows step t, and the clock after that."""
-        weight = jnp.asarray(rule.fresh(t + 1))
+        weight = jnp.asarray(rule.weight(t + 1))
         decayed = self.decayed + jnp.log1p(-weight)
         rest = t - self.folded
         folds = (rest == 0) | (rest >= FOLD) | (decayed < _SMALLEST)
@@ -151,7 +151,7 @@ class DecayClock(NamedTuple):
         return ([0], [0]) if t else ([], [])
 
 
-def clock_for(rule: AnytimeWindow | Exponential) -> BlockClock | DecayClock:
+def first_clock(rule: AnytimeWindow | Exponential) -> BlockClock | DecayClock:
     """The clock before the first sample: the tree given to `init` is all there is, in the sum."""
     whole: Any = jnp.result_type(int)
     real: Any = jnp.result_type(float)

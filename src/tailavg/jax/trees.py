@@ -10,9 +10,9 @@ one before has read, depends on that flag. So XLA knows that it can work in plac
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -22,7 +22,7 @@ from jax import Array, lax
 
 from tailavg import clocks
 from tailavg import state as layout
-from tailavg.jax.clocks import BlockClock, DecayClock, Step, clock_for
+from tailavg.jax.clocks import BlockClock, DecayClock, Step, first_clock
 from tailavg.profile import Profile, profile
 from tailavg.rules import AnytimeWindow, Exponential, Rule, as_rule
 from tailavg.schedule import SUM
@@ -61,12 +61,12 @@ class TreeAverage:
         Floating and complex leaves will be averaged, others are carried as they come.
         Accumulators are sharded as their leaves.
         """
-        if self.dtype == np.float64 != jnp.result_type(float):
+        if self.dtype == np.float64 and jnp.result_type(float) != np.float64:
             raise ValueError(
                 f"dtype: expected float32, since x64 is off, got {self.dtype}; to turn it on, "
                 'jax.config.update("jax_enable_x64", True) before anything else'
             )
-        clock, places = clock_for(self.rule), self.rule.accumulators
+        clock, places = first_clock(self.rule), self.rule.accumulators
         sums = jax.tree.map(self._accumulator, tree)
         return TreeState(
             updates=jnp.zeros_like(clock.folded),
@@ -86,8 +86,8 @@ class TreeAverage:
         wide = jnp.complex64 if jnp.iscomplexobj(leaf) else self.dtype
         return jnp.array(leaf, jnp.promote_types(self.dtype, wide), copy=True)
 
-    # outside jax.jit, too: else the conditional would be compiled at each step
-    @partial(jax.jit, static_argnames="self", inline=True)
+    # jitted here, since outside of jax.jit conditionals would be compiled at each call
+    @functools.partial(jax.jit, static_argnames="self", inline=True)
     def update(self, state: TreeState, tree: Tree) -> TreeState:
         """The state after one more tree, of the structure and shapes of that given to `init`.
 
@@ -96,18 +96,22 @@ class TreeAverage:
         leaves, sums, means, structure = _aligned(tree, state)
         clock: Any = state.clock
         if not clock.serves(self.rule):
-            raise ValueError(f"state: expected one of {self.rule}, got that of another rule")
+            raise ValueError(
+                f"state: expected one of {self.rule}, got a {type(clock).__name__} of another rule "
+                "or number of accumulators; update it with the average whose init made it"
+            )
         step, clock = clock.step(self.rule, state.updates)
         averaged = [i for i, mean in enumerate(means) if mean is not None]
         held, totals = _fold(step, [means[i] for i in averaged], [sums[i] for i in averaged])
+        new = list(leaves)  # what is not averaged stays as it came
         for i, mean, total in zip(averaged, held, totals, strict=True):
-            means[i], leaves[i] = mean, total + _times(step.factor, _widened(leaves[i], total))
+            means[i], new[i] = mean, total + _times(step.factor, _widened(leaves[i], total))
         updates = state.updates + 1
         return TreeState(
             updates=updates,
             size=jnp.asarray(self.rule.size(updates), state.size.dtype),
             clock=jax.tree.map(lambda new, old: new.astype(old.dtype), clock, state.clock),
-            sums=structure.unflatten(leaves),
+            sums=structure.unflatten(new),
             means=structure.unflatten(means),
         )
 
@@ -170,24 +174,35 @@ class TreeAverage:
     def from_state_dict(self, saved: Mapping[str, Any], tree: Tree) -> TreeState:
         """The state to go on from what any framework saved in the layout of `tailavg.state`.
 
+        Not inside `jax.jit`.
+
         Arguments:
-            saved: Its arrays are those of the leaves with their names; a lone array and a lone
-                leaf belong together whatever they are called.
+            saved: Its arrays go to the leaves of the same names; one array without a name, or a
+                tree that is a bare array, needs none.
             tree: As for `init`: it has the structure, the shardings, and what is not averaged.
         """
         layout.check(saved)
+        layout.check_nan_policy(saved)
         rule = layout.rule_from(saved["rule"])
         if rule != self.rule:
             raise ValueError(f"state: expected {self.rule}, got one of {rule}; make the average so")
         count, starts, folded = saved["count"], list(saved["starts"]), saved["folded"]
         layout.check_steps(count, starts, folded)
+        # the clock of the other frameworks: it checks the steps, and knows how their sums are read
         clock = clocks.clock_for(self.rule)
         clock.restore(count, starts, folded)
         state = self.init(tree)
-        if not count:
-            return state
+        most = np.iinfo(state.updates.dtype).max
+        if count > most:
+            raise ValueError(
+                f"state: expected a count of at most {most}, since x64 is off, got {count}"
+            )
+        if not count and not isinstance(saved["partial"], Mapping):
+            return state  # an average of nothing yet, which knows no shape
         shapes = {name: mean.shape[1:] for name, mean in _named(state.means).items()}
         blocks, partial = layout.by_name(saved, shapes)
+        if not count:
+            return state
         nothing = {name: np.zeros(shape) for name, shape in shapes.items()}
         room = self.rule.accumulators - len(starts)
         scalars: dict[str, Any] = {"folded": folded, "starts": [0] * room + starts}
@@ -198,8 +213,12 @@ class TreeAverage:
         blocks = [*[nothing] * room, *blocks]
 
         def put(values: Any, like: Array) -> Array:
-            array = jnp.asarray(np.asarray(values).astype(like.dtype))
-            placed: Array = jax.device_put(array, like.sharding) if like.committed else array
+            array = np.asarray(values)
+            if not np.can_cast(array.dtype, like.dtype, "same_kind"):
+                raise ValueError(f"state: expected {like.dtype}, got {array.dtype}")
+            made = jnp.asarray(array.astype(like.dtype))
+            # what is not committed may go to any device
+            placed: Array = jax.device_put(made, like.sharding) if like.committed else made
             return placed
 
         fields = {name: put(x, getattr(state.clock, name)) for name, x in scalars.items()}
@@ -237,8 +256,8 @@ def tail_average(rule: AnyWindow | Rule, *, dtype: Any = jnp.float32) -> TreeAve
     rule = as_rule(rule)
     if not isinstance(rule, AnytimeWindow | Exponential):
         raise TypeError(
-            f"rule: expected an AnytimeWindow or an Exponential, got {rule}, whose decisions "
-            "cannot be made inside jax.jit"
+            f"rule: expected an AnytimeWindow or an Exponential, got {rule}, which cannot be kept "
+            "inside jax.jit; AnytimeWindow(window) has the variance of any window"
         )
     for kind in map(np.dtype, (np.float32, np.float64)):
         if dtype is not None and kind == dtype:
@@ -291,6 +310,7 @@ def _fold(step: Step, means: list[Array], sums: list[Array]) -> tuple[list[Array
 
     def joint(means: Array, total: Array) -> Array:
         mean, own = held(means), _times(step.scale, total[None])
+        # if it carries, the sum is that change already
         made = jnp.where(step.carries, total[None], difference(mean, own))
         mean = jnp.where(step.weight < 1.0, mean + made, own)
         updated: Array = lax.dynamic_update_slice_in_dim(means, mean, step.slot, 0)
@@ -298,9 +318,10 @@ def _fold(step: Step, means: list[Array], sums: list[Array]) -> tuple[list[Array
 
     def lost(change: Array, means: Array) -> Array:
         mean = held(means)[0]
-        rest = change - (mean - (mean - change))
+        rest = change - (mean - (mean - change))  # the last is the mean as it was
         return jnp.where(jnp.isfinite(rest), _times(step.carry, rest), 0)
 
+    # a sum becomes the change of its mean; the mean is changed; the sum becomes what that lost
     sums, changed = _changed(step.carries, change, sums, means)
     means, joined = _changed(step.folds | changed, joint, means, sums)
     sums, carried = _changed(step.carries & joined, lost, sums, means)
@@ -368,7 +389,8 @@ def _aligned(
         elif what == "like":
             fits = _averaged(new) and jnp.iscomplexobj(new) == jnp.iscomplexobj(old)
         else:
-            fits = jnp.iscomplexobj(old) or not jnp.iscomplexobj(new)
+            key = jnp.issubdtype(new.dtype, jax.dtypes.prng_key)
+            fits = not key and (jnp.iscomplexobj(old) or not jnp.iscomplexobj(new))
         if not fits:
             raise TypeError(
                 f"{where}: expected the kind of {old.dtype}, as given to init, got {new.dtype}"

@@ -184,6 +184,7 @@ class Accumulators:
     def load(self, state: Mapping[str, Any], tracking: Tracking) -> None:
         """Go on from a state of a model with these tensors; of one alone, without a name, too."""
         layout.check(state)
+        layout.check_nan_policy(state)
         dtype = str(self.dtype).removeprefix("torch.")
         if layout.rule_from(state["rule"]) != self.clock.rule or state["dtype"] != dtype:
             raise ValueError(
@@ -202,14 +203,9 @@ class Accumulators:
         ]:
             if not isinstance(saved, Mapping) and not state["count"]:
                 continue  # an average of nothing yet, which knows no shape
-            if not isinstance(saved, Mapping):
-                if len(views) > 1:
-                    raise ValueError(
-                        f"{what}: expected tensors by name, got {type(saved).__name__}"
-                    )
-                saved = {"": saved}
-            if len(views) == len(saved) == 1 and "" in saved:
-                saved = dict(zip(views, saved.values(), strict=True))
+            if not isinstance(saved, Mapping) and len(views) > 1:
+                raise ValueError(f"{what}: expected tensors by name, got {type(saved).__name__}")
+            saved = layout.named(saved, views)
             saved = {
                 tracking.aliases.get(name, name): value
                 if isinstance(value, Tensor)
@@ -227,7 +223,7 @@ class Accumulators:
         self.clock.restore(state["count"], state["starts"], state["folded"])
         self._whole = False
         for view in partial[0].values():
-            view.zero_()
+            view.zero_()  # an average of nothing may bring no sum to copy
         for view, value in copies:
             view.copy_(value)
         self._whole = True

@@ -188,7 +188,7 @@ class _TailStatistics(_WithStatistics):
         self.num_batches_tracked.add_(1)
         # Tensor arithmetic all through: nothing waits for the device, a compiler sees one graph.
         t = self.num_batches_tracked.to(torch.float32 if mean.is_mps else torch.float64)
-        weight = 1.0 / t if self.momentum is None else 1.0 - self._tail_rule.decay(t)
+        weight = 1.0 / t if self.momentum is None else self._tail_rule.weight(t)
         self.running_mean.lerp_(mean, weight.to(mean.dtype))
         self.running_var.lerp_(var, weight.to(var.dtype))
         return output

@@ -32,7 +32,7 @@ def growing_multi_avg_fn(window: AnyWindow) -> Callable[[Tensors, Tensors, Tenso
     @torch.no_grad()
     def update(averaged: Tensors, current: Tensors, updates: Tensor | int) -> None:
         if _is_averaged(averaged[0]):  # all are of one dtype
-            torch._foreach_lerp_(averaged, current, 1.0 - rule.decay(int(updates) + 1))
+            torch._foreach_lerp_(averaged, current, rule.weight(int(updates) + 1))
         else:
             torch._foreach_copy_(averaged, current)
 
@@ -53,7 +53,7 @@ def growing_avg_fn(window: AnyWindow) -> Callable[[Tensor, Tensor, Tensor | int]
     def update(averaged: Tensor, current: Tensor, updates: Tensor | int) -> Tensor:
         if not _is_averaged(averaged):
             return current
-        return averaged.lerp(current.to(averaged.dtype), 1.0 - rule.decay(int(updates) + 1))
+        return averaged.lerp(current.to(averaged.dtype), rule.weight(int(updates) + 1))
 
     return update
 
