@@ -202,7 +202,9 @@ class Accumulators:
             ("state: partial", partial[0], state["partial"]),
         ]:
             if not isinstance(saved, Mapping) and not state["count"]:
-                continue  # an average of nothing yet, which knows no shape
+                # an average of nothing yet knows no shape
+                copies += [(view, torch.zeros((), device="cpu")) for view in views.values()]
+                continue
             if not isinstance(saved, Mapping) and len(views) > 1:
                 raise ValueError(f"{what}: expected tensors by name, got {type(saved).__name__}")
             saved = layout.named(saved, views)
@@ -222,8 +224,6 @@ class Accumulators:
         layout.check_steps(state["count"], state["starts"], state["folded"])
         self.clock.restore(state["count"], state["starts"], state["folded"])
         self._whole = False
-        for view in partial[0].values():
-            view.zero_()  # an average of nothing may bring no sum to copy
         for view, value in copies:
             view.copy_(value)
         self._whole = True
