@@ -18,6 +18,7 @@ import platform
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
+from itertools import groupby
 from pathlib import Path
 from statistics import median
 from time import perf_counter_ns
@@ -199,6 +200,16 @@ def measure(group: str, rounds: int, rules: dict[str, Any]) -> list[list[str]]:
     return found + rows(group, f"{STEPS} updates in lax.scan", scans)
 
 
+def tables(heads: list[str], found: list[list[str]]) -> list[str]:
+    """A table for each thing that was measured of each set."""
+    lines = []
+    for (group, what), part in groupby(found, key=lambda row: row[:2]):
+        lines += ["", f"**{group}: {what}**", ""]
+        lines += [f"| {' | '.join(heads[2:])} |", f"| {' | '.join(['---'] * len(heads[2:]))} |"]
+        lines += [f"| {' | '.join(row[2:])} |" for row in part]
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=8)
@@ -211,7 +222,7 @@ def main() -> None:
         *measure("2,000 × 256", max(2, rounds // 4), few),
     ]
     heads = ["set", "what", "method", "best ms", "mean ms", "ratio", "ratio of means"]
-    heads += ["temporaries MiB", "compiled in s"]
+    heads += ["temporary MiB", "compile s"]
     packages = ["jax", "optax", "flax"]
     facts = (
         f"Python {platform.python_version()}, "
@@ -222,9 +233,7 @@ def main() -> None:
     RESULTS.mkdir(exist_ok=True)
     with (RESULTS / "pytrees.csv").open("w", newline="") as file:
         csv.writer(file).writerows([heads, *found])
-    lines = [facts, "", f"| {' | '.join(heads)} |", f"| {' | '.join(['---'] * len(heads))} |"]
-    lines += [f"| {' | '.join(row)} |" for row in found]
-    (RESULTS / "pytrees.md").write_text("\n".join(lines) + "\n")
+    (RESULTS / "pytrees.md").write_text("\n".join([facts, *tables(heads, found)]) + "\n")
     minutes = (perf_counter_ns() - begin) / 6e10
     print(f"{facts}\n{minutes:.1f} minutes; kept in {RESULTS / 'pytrees.csv'}", file=sys.stderr)
 

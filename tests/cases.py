@@ -1,12 +1,17 @@
 """The rules and kinds of samples that the tests share."""
 
+import copy
+import json
+import pickle
 import re
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 from hypothesis import strategies as st
 
-from tailavg import AnytimeWindow, ExactWindow, Exponential, Fixed, Growing, RawTail
+from tailavg import AnytimeWindow, ExactWindow, Exponential, Fixed, Growing, RawTail, TailAverage
 
 CAPPED = Growing(0.5, at_most=40)
 
@@ -135,3 +140,34 @@ def take(average, kind: Kind, xs: np.ndarray, method: str, *window):
         for x in kind.each(xs):
             average.update(x)
     return average.value(*window)
+
+
+# The ways of an average to another place, and how to see that it came there whole.
+
+
+def through_file(average):
+    with TemporaryDirectory() as folder:
+        average.save(Path(folder) / "average")
+        return TailAverage.load(Path(folder) / "average")
+
+
+def through_json(average):
+    text = json.dumps(average.state_dict())
+    return TailAverage.from_state_dict(json.loads(text))
+
+
+WAYS = {
+    "state_dict": lambda average: TailAverage.from_state_dict(average.state_dict()),
+    "json": through_json,
+    "file": through_file,
+    "pickle": lambda average: pickle.loads(pickle.dumps(average)),
+    "copy": lambda average: average.copy(),
+    "deepcopy": copy.deepcopy,
+}
+
+
+def bits(average):
+    """The state with nothing but numbers and bytes, so that == is to the bit."""
+    state = average.state_dict()
+    arrays = ("blocks", "partial")
+    return state | {key: np.asarray(state[key], state["dtype"]).tobytes() for key in arrays}

@@ -1,22 +1,19 @@
 """AnyTail: its blocks against a slow model, and every window of them against dense weights."""
 
 import copy
-import json
 import math
 import pickle
 from decimal import Decimal
 from fractions import Fraction
 from functools import cache
 from itertools import chain, pairwise
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases import KINDS, METHODS, assert_close, chunks, short, take
+from cases import KINDS, METHODS, WAYS, assert_close, bits, chunks, short, take
 from model import Blocks, Window, averages
 from tailavg import (
     AnyTail,
@@ -854,31 +851,6 @@ def test_a_tail_is_a_plain_description():
 
 
 # States
-
-
-def through_file(average):
-    with TemporaryDirectory() as folder:
-        average.save(Path(folder) / "average")
-        return TailAverage.load(Path(folder) / "average")
-
-
-WAYS = {
-    "state_dict": lambda average: TailAverage.from_state_dict(average.state_dict()),
-    "json": lambda average: TailAverage.from_state_dict(
-        json.loads(json.dumps(average.state_dict()))
-    ),
-    "file": through_file,
-    "pickle": lambda average: pickle.loads(pickle.dumps(average)),
-    "copy": lambda average: average.copy(),
-    "deepcopy": copy.deepcopy,
-}
-
-
-def bits(average):
-    """The state with nothing but numbers and bytes, so that == is to the bit."""
-    state = average.state_dict()
-    arrays = ("blocks", "partial")
-    return state | {key: np.asarray(state[key], state["dtype"]).tobytes() for key in arrays}
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -1,6 +1,5 @@
 """States: resumed is as never stopped, to the bit; and nothing corrupted is taken in."""
 
-import copy
 import io
 import json
 import math
@@ -8,14 +7,13 @@ import os
 import pickle
 import zipfile
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases import KINDS, METHODS, RULES, chunks, rules, short, take
+from cases import KINDS, METHODS, RULES, WAYS, bits, chunks, rules, short, take
 from tailavg import AnytimeWindow, ExactWindow, Exponential, Growing, RawTail, TailAverage
 from tailavg.rules import as_rule
 
@@ -23,34 +21,6 @@ KEYS = [
     "format", "version", "rule", "nan_policy", "dtype", "scalar", "count", "starts", "blocks",
     "folded", "partial",
 ]  # fmt: skip
-
-
-def through_file(average):
-    with TemporaryDirectory() as folder:
-        average.save(Path(folder) / "average")
-        return TailAverage.load(Path(folder) / "average")
-
-
-def through_json(average):
-    text = json.dumps(average.state_dict())
-    return TailAverage.from_state_dict(json.loads(text))
-
-
-WAYS = {
-    "state_dict": lambda average: TailAverage.from_state_dict(average.state_dict()),
-    "json": through_json,
-    "file": through_file,
-    "pickle": lambda average: pickle.loads(pickle.dumps(average)),
-    "copy": lambda average: average.copy(),
-    "deepcopy": copy.deepcopy,
-}
-
-
-def bits(average):
-    """The state with nothing but numbers and bytes, so that == is to the bit."""
-    state = average.state_dict()
-    arrays = ("blocks", "partial")
-    return state | {key: np.asarray(state[key], state["dtype"]).tobytes() for key in arrays}
 
 
 def a_state(rule=10, steps=50, shape=(), **options):
@@ -469,7 +439,7 @@ def test_a_growing_window_goes_on_with_its_cap_after_resuming(method):
     rule = as_rule(Growing(0.5, at_most=30))
     average, xs = TailAverage(rule), kind.draw(200)
     take(average, kind, xs[:20], method)
-    resumed = through_json(average)
+    resumed = WAYS["json"](average)
     take(average, kind, xs[20:], method)
     take(resumed, kind, xs[20:], method)
     assert resumed == average

@@ -1,7 +1,7 @@
 """The scalar half of a state: which samples are where, and what is to be done at a step.
 
 The decisions are those of `tailavg.rules` and `tailavg.windows`, which take traced integers. Counts
-stay integers. Without x64 all else is float32, so no weight is the difference of large numbers.
+stay integers. Without x64 all else is float32, so an exponential's weights come from its excess.
 """
 
 from __future__ import annotations
