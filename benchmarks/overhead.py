@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from tailavg import AnyTail
-from tailavg.schedule import advance, turn
+from tailavg.core.schedule import advance, turn
 
 RESULTS = Path(__file__).parent / "results"
 FIRST, LASTS = 1000, (10**5, 10**9)

@@ -10,7 +10,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
 
 from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, TailAverage
-from tailavg.schedule import advance
+from tailavg.core.schedule import advance
 
 plt.switch_backend("Agg")
 plt.style.use("tableau-colorblind10")

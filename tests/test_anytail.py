@@ -26,9 +26,9 @@ from tailavg import (
     RawTail,
     TailAverage,
 )
-from tailavg.profile import dense_weights, profile, reading
-from tailavg.schedule import advance, turn
-from tailavg.windows import as_window
+from tailavg.core.profile import dense_weights, profile, reading
+from tailavg.core.schedule import advance, turn
+from tailavg.core.windows import as_window
 
 TAILS = [
     AnyTail(),

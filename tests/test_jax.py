@@ -32,7 +32,7 @@ from tailavg import (
     TailAverage,
 )
 from tailavg.jax import BlockClock, DecayClock, TreeState, tail_average, value
-from tailavg.schedule import advance
+from tailavg.core.schedule import advance
 
 STEPS = 600
 RULES = [rule for rule in cases.RULES if isinstance(rule, AnytimeWindow | Exponential)]

@@ -16,10 +16,10 @@ from jax import lax
 from cases import anytime_windows, short, windows
 from tailavg import AnytimeWindow, Exponential, Fixed, Growing, TailAverage
 from tailavg.jax import tail_average
-from tailavg.profile import dense_weights
-from tailavg.schedule import advance, turn
-from tailavg.state import state as layout
-from tailavg.windows import whole_part
+from tailavg.core.profile import dense_weights
+from tailavg.core.schedule import advance, turn
+from tailavg.core.state import state as layout
+from tailavg.core.windows import whole_part
 
 CAPPED = Growing(0.25, at_most=250_000)
 

@@ -7,8 +7,8 @@ import pytest
 
 from cases import short
 from tailavg import AnytimeWindow, ExactWindow, Exponential, Growing, RawTail, TailAverage
-from tailavg.rules import read
-from tailavg.schedule import advance
+from tailavg.core.rules import read
+from tailavg.core.schedule import advance
 
 OFFSET = 1e8
 LONG = 10**7

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from cases import KINDS, METHODS, RULES, WAYS, bits, chunks, rules, short, take
 from tailavg import AnytimeWindow, ExactWindow, Exponential, Growing, RawTail, TailAverage
-from tailavg.rules import as_rule
+from tailavg.core.rules import as_rule
 
 KEYS = [
     "format", "version", "rule", "nan_policy", "dtype", "scalar", "count", "starts", "blocks",

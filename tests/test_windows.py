@@ -19,7 +19,7 @@ from tailavg import (
     RawTail,
     TailAverage,
 )
-from tailavg.windows import NEVER
+from tailavg.core.windows import NEVER
 
 TAKERS = {
     "AnytimeWindow": AnytimeWindow,

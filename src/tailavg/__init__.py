@@ -1,10 +1,10 @@
 """Averages of the tail of a stream: its last k samples, or its last fraction."""
 
-from tailavg.anytail import AnyTail
-from tailavg.profile import Profile
-from tailavg.rules import AnytimeWindow, ExactWindow, Exponential, RawTail
-from tailavg.storages import TailAverage
-from tailavg.windows import Fixed, Growing
+from tailavg.core.anytail import AnyTail
+from tailavg.core.profile import Profile
+from tailavg.core.rules import AnytimeWindow, ExactWindow, Exponential, RawTail
+from tailavg.numpy import TailAverage
+from tailavg.core.windows import Fixed, Growing
 
 __all__ = [
     "AnyTail",

@@ -11,7 +11,7 @@ import sys
 from collections import OrderedDict
 from typing import Any, Literal
 
-from tailavg.extras import needs
+from tailavg.core.extras import needs
 
 with needs("optax"):
     import jax
@@ -20,8 +20,8 @@ with needs("optax"):
 
 from tailavg.jax import TreeState, value
 from tailavg.jax import tail_average as tree_average
-from tailavg.rules import Rule
-from tailavg.windows import AnyWindow
+from tailavg.core.rules import Rule
+from tailavg.core.windows import AnyWindow
 
 _WRAPPERS = (optax.MaskedState, optax.transforms.PartitionState)
 _CHANGERS = {

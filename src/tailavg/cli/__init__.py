@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from tailavg.extras import needs
+from tailavg.core.extras import needs
 
 with needs("cli"):
     import typer

@@ -7,8 +7,8 @@ from typing import NoReturn
 
 import typer
 
-from tailavg.rules import AnytimeWindow, ExactWindow, Exponential, WindowRule
-from tailavg.windows import Growing, Window, as_window
+from tailavg.core.rules import AnytimeWindow, ExactWindow, Exponential, WindowRule
+from tailavg.core.windows import Growing, Window, as_window
 
 __all__ = ["Method", "fail", "parse_rule", "parse_window", "parse_windows", "window_name"]
 

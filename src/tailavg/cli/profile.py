@@ -16,11 +16,11 @@ import numpy as np
 import typer
 
 from tailavg.cli.common import fail, parse_window
-from tailavg.profile import Profile, newest_first
-from tailavg.profile import profile as summarise
-from tailavg.rules import AnytimeWindow, ExactWindow, Exponential, RawTail, WindowRule
-from tailavg.schedule import advance
-from tailavg.windows import Fixed, Growing, Window
+from tailavg.core.profile import Profile, newest_first
+from tailavg.core.profile import profile as summarise
+from tailavg.core.rules import AnytimeWindow, ExactWindow, Exponential, RawTail, WindowRule
+from tailavg.core.schedule import advance
+from tailavg.core.windows import Fixed, Growing, Window
 
 __all__ = ["profile"]
 

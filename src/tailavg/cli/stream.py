@@ -32,10 +32,10 @@ from tailavg.cli.lines import (
     format_numbers,
     short,
 )
-from tailavg.files import whole_file
-from tailavg.rules import Rule
-from tailavg.state import plain
-from tailavg.windows import Growing, Window
+from tailavg.core.files import whole_file
+from tailavg.core.rules import Rule
+from tailavg.core.state import plain
+from tailavg.core.windows import Growing, Window
 
 __all__ = ["Output", "stream"]
 

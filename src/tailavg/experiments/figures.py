@@ -30,7 +30,7 @@ from tailavg.experiments.regression import (
     methods,
     turns,
 )
-from tailavg.rules import WindowRule
+from tailavg.core.rules import WindowRule
 
 __all__ = ["Figure", "exact", "inline", "make", "mean", "samples_touched", "save"]
 

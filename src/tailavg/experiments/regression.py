@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, RawTail, TailAverage
-from tailavg.rules import WindowRule
+from tailavg.core.rules import WindowRule
 
 __all__ = [
     "Curve",

@@ -8,7 +8,7 @@ state = average.update(state, params)    # in the jitted step
 average.value(state, like=params)        # for evaluation
 """
 
-from tailavg.extras import needs
+from tailavg.core.extras import needs
 
 with needs("jax"):
     from tailavg.jax.clocks import BlockClock, DecayClock

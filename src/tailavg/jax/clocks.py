@@ -1,6 +1,6 @@
 """The scalar half of a state: which samples are where, and what is to be done at a step.
 
-The decisions are those of `tailavg.rules` and `tailavg.windows`, which take traced integers. Counts
+The decisions are those of `tailavg.core.rules` and `tailavg.core.windows`, which take traced integers. Counts
 stay integers. Without x64 all else is float32, so an exponential's weights come from its excess.
 """
 
@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from tailavg.rules import AnytimeWindow, Exponential, read
-from tailavg.storages.arithmetic import FOLD
+from tailavg.core.rules import AnytimeWindow, Exponential, read
+from tailavg.numpy.arithmetic import FOLD
 
 __all__ = ["BlockClock", "DecayClock", "Step", "first_clock"]
 

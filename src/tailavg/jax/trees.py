@@ -20,13 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from tailavg import clocks
-from tailavg import state as layout
+from tailavg.core import clocks
+from tailavg.core import state as layout
 from tailavg.jax.clocks import BlockClock, DecayClock, Step, first_clock
-from tailavg.profile import Profile, profile
-from tailavg.rules import AnytimeWindow, Exponential, Rule, as_rule
-from tailavg.schedule import SUM
-from tailavg.windows import AnyWindow
+from tailavg.core.profile import Profile, profile
+from tailavg.core.rules import AnytimeWindow, Exponential, Rule, as_rule
+from tailavg.core.schedule import SUM
+from tailavg.core.windows import AnyWindow
 
 __all__ = ["TreeAverage", "TreeState", "tail_average", "value"]
 
@@ -142,7 +142,7 @@ class TreeAverage:
         return profile(self.rule, starts, count)
 
     def state_dict(self, state: TreeState) -> dict[str, Any]:
-        """The state in the layout of `tailavg.state`, for other frameworks. Not inside `jax.jit`.
+        """The state in the layout of `tailavg.core.state`, for other frameworks. Not inside `jax.jit`.
 
         Leaves are named by their paths, as "layer.weight"; what is not averaged is left out. To
         stop and resume within JAX, save the state itself, a pytree: that is exact to the bit.
@@ -172,7 +172,7 @@ class TreeAverage:
         )
 
     def from_state_dict(self, saved: Mapping[str, Any], tree: Tree) -> TreeState:
-        """The state to go on from what any framework saved in the layout of `tailavg.state`.
+        """The state to go on from what any framework saved in the layout of `tailavg.core.state`.
 
         Not inside `jax.jit`.
 
@@ -293,7 +293,7 @@ def value(state: TreeState, like: Tree = None) -> Tree:
 def _fold(step: Step, means: list[Array], sums: list[Array]) -> tuple[list[Array], list[Array]]:
     """Fold the sums, if that is due, into the means in their place; and the sums to go on with.
 
-    As `tailavg.storages.arithmetic.fold`: what is rounded off begins the next sum. XLA works in
+    As `tailavg.numpy.arithmetic.fold`: what is rounded off begins the next sum. XLA works in
     place only if what is changed is read in its own shape, and a slice with its first axis.
     """
 

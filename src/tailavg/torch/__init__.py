@@ -1,6 +1,6 @@
 """Tail averages of the weights of PyTorch models."""
 
-from tailavg.extras import needs
+from tailavg.core.extras import needs
 
 with needs("torch"):
     from tailavg.torch.batchnorm import convert_tail_batchnorm, recompute_batchnorm

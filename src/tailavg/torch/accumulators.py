@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tailavg import state as layout
-from tailavg.clocks import Turn, clock_for
-from tailavg.rules import Rule
-from tailavg.schedule import SUM
+from tailavg.core import state as layout
+from tailavg.core.clocks import Turn, clock_for
+from tailavg.core.rules import Rule
+from tailavg.core.schedule import SUM
 from tailavg.torch.memory import empty
 from tailavg.torch.tracking import Tracking, check_names, local, sharded_like
 
@@ -160,7 +160,7 @@ class Accumulators:
         return [views(flats) for flats in means], [views([group.sum for group in self._groups])]
 
     def state_dict(self, like: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
-        """The state in the layout of `tailavg.state`, its tensors sharded as those of `like`."""
+        """The state in the layout of `tailavg.core.state`, its tensors sharded as those of `like`."""
         self.require_whole()
         blocks, partial = (
             [
@@ -360,7 +360,7 @@ class _Group:
     def fold(self, block: int, of_mean: float, of_sum: float, *, carry: bool) -> None:
         """Fold the sum into the mean of a block, and begin the next sum with what that rounded off.
 
-        As `tailavg.storages.arithmetic.fold`, in place and part by part.
+        As `tailavg.numpy.arithmetic.fold`, in place and part by part.
         """
         weight = 1.0 - of_mean
         for mean, total in self._parts(self.means[block], self.sum):

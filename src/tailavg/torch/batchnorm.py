@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from tailavg.rules import Exponential
-from tailavg.windows import AnyWindow
+from tailavg.core.rules import Exponential
+from tailavg.core.windows import AnyWindow
 
 __all__ = ["convert_tail_batchnorm", "recompute_batchnorm"]
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tailavg.rules import Exponential
-from tailavg.windows import AnyWindow
+from tailavg.core.rules import Exponential
+from tailavg.core.windows import AnyWindow
 
 __all__ = ["growing_avg_fn", "growing_multi_avg_fn"]
 

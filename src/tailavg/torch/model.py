@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from tailavg import profile as profiles
-from tailavg.anytail import AnyTail
-from tailavg.rules import Rule, as_rule
+from tailavg.core import profile as profiles
+from tailavg.core.anytail import AnyTail
+from tailavg.core.rules import Rule, as_rule
 from tailavg.torch.accumulators import Accumulators
 from tailavg.torch.tracking import Buffers, Tracking, is_sharded, outside_autograd, unwrap
-from tailavg.windows import AnyWindow
+from tailavg.core.windows import AnyWindow
 
 __all__ = ["AveragedModel"]
 
@@ -143,7 +143,7 @@ class AveragedModel(Module):
         return super().state_dict(*args, **kwargs)
 
     def get_extra_state(self) -> dict[str, Any]:
-        """The state of the average, in the layout of `tailavg.state`."""
+        """The state of the average, in the layout of `tailavg.core.state`."""
         return self._accumulators.state_dict()
 
     @outside_autograd

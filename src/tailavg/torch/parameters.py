@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from tailavg import profile as profiles
-from tailavg.anytail import AnyTail
-from tailavg.files import whole_file
-from tailavg.rules import Rule, as_rule
+from tailavg.core import profile as profiles
+from tailavg.core.anytail import AnyTail
+from tailavg.core.files import whole_file
+from tailavg.core.rules import Rule, as_rule
 from tailavg.torch.accumulators import Accumulators
 from tailavg.torch.memory import Aside
 from tailavg.torch.tracking import (
@@ -30,7 +30,7 @@ from tailavg.torch.tracking import (
     outside_autograd,
     sharded_like,
 )
-from tailavg.windows import AnyWindow, Reals, whole
+from tailavg.core.windows import AnyWindow, Reals, whole
 
 __all__ = ["ParameterAverage", "Selection"]
 
@@ -456,7 +456,7 @@ class ParameterAverage:
 
     @outside_autograd
     def state_dict(self) -> dict[str, Any]:
-        """All there is to know, in the layout of `tailavg.state`.
+        """All there is to know, in the layout of `tailavg.core.state`.
 
         As in torch, its tensors are those of the average itself, not copies: save them before the
         next update. `torch.save`, `torch.load(weights_only=True)` and, for sharded models,

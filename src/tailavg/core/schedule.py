@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from tailavg.anytail import AnyTail
-from tailavg.rules import BlockRule, read
-from tailavg.windows import NEVER
+from tailavg.core.anytail import AnyTail
+from tailavg.core.rules import BlockRule, read
+from tailavg.core.windows import NEVER
 
 __all__ = [
     "SUM",

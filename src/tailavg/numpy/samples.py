@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from tailavg.average import Array, TailAverage
-from tailavg.rules import ExactWindow, WindowRule
-from tailavg.storages.arithmetic import sum_rows, wide
+from tailavg.numpy.average import Array, TailAverage
+from tailavg.core.rules import ExactWindow, WindowRule
+from tailavg.numpy.arithmetic import sum_rows, wide
 
 __all__ = ["SampleStorage"]
 

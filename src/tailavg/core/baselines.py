@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tailavg.windows import NEVER, AnyWindow, OfWindow, Window, whole
+from tailavg.core.windows import NEVER, AnyWindow, OfWindow, Window, whole
 
 __all__ = ["ExactWindow", "RawTail"]
 

@@ -10,10 +10,10 @@ from typing import Any, ClassVar, Literal, cast, get_args
 import numpy as np
 import numpy.typing as npt
 
-from tailavg import state as layout
-from tailavg.profile import Profile, dense_weights, profile, reading
-from tailavg.rules import Rule, WindowRule, as_rule
-from tailavg.windows import AnyWindow, Reals
+from tailavg.core import state as layout
+from tailavg.core.profile import Profile, dense_weights, profile, reading
+from tailavg.core.rules import Rule, WindowRule, as_rule
+from tailavg.core.windows import AnyWindow, Reals
 
 __all__ = ["TailAverage", "numbers"]
 
@@ -236,7 +236,7 @@ class TailAverage:
         return profile(rule, self._starts_now(), self._count)
 
     def state_dict(self) -> dict[str, Any]:
-        """All there is to know, as plain data in the layout of `tailavg.state`.
+        """All there is to know, as plain data in the layout of `tailavg.core.state`.
 
         Examples:
             >>> average = TailAverage(3)

@@ -17,7 +17,7 @@ from numbers import Real
 
 import numpy as np
 
-from tailavg.windows import TIE, AnyWindow, Window, as_window, whole
+from tailavg.core.windows import TIE, AnyWindow, Window, as_window, whole
 
 __all__ = ["AnyTail"]
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from tailavg.anytail import AnyTail
-from tailavg.average import Array, TailAverage, numbers
-from tailavg.profile import reading
-from tailavg.rules import WindowRule, read
-from tailavg.schedule import SUM, makes_room, terms, turn
-from tailavg.storages.arithmetic import CHUNK, FOLD, fold, sum_rows, wide
-from tailavg.storages.blocks import BlockStorage
-from tailavg.windows import AnyWindow
+from tailavg.core.anytail import AnyTail
+from tailavg.numpy.average import Array, TailAverage, numbers
+from tailavg.core.profile import reading
+from tailavg.core.rules import WindowRule, read
+from tailavg.core.schedule import SUM, makes_room, terms, turn
+from tailavg.numpy.arithmetic import CHUNK, FOLD, fold, sum_rows, wide
+from tailavg.numpy.blocks import BlockStorage
+from tailavg.core.windows import AnyWindow
 
 __all__ = ["AnyTailStorage"]
 

@@ -36,10 +36,10 @@ from typing import Any
 
 import numpy as np
 
-from tailavg.anytail import AnyTail
-from tailavg.files import whole_file
-from tailavg.rules import AnytimeWindow, ExactWindow, Exponential, RawTail, Rule
-from tailavg.windows import Fixed, Growing
+from tailavg.core.anytail import AnyTail
+from tailavg.core.files import whole_file
+from tailavg.core.rules import AnytimeWindow, ExactWindow, Exponential, RawTail, Rule
+from tailavg.core.windows import Fixed, Growing
 
 __all__ = [
     "FORMAT",

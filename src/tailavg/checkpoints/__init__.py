@@ -22,11 +22,11 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from tailavg.files import whole_file
-from tailavg.profile import dense_weights
-from tailavg.rules import ExactWindow, Exponential, WindowRule
-from tailavg.schedule import advance
-from tailavg.windows import Reals
+from tailavg.core.files import whole_file
+from tailavg.core.profile import dense_weights
+from tailavg.core.rules import ExactWindow, Exponential, WindowRule
+from tailavg.core.schedule import advance
+from tailavg.core.windows import Reals
 
 __all__ = ["CheckpointError", "average_checkpoints", "natural", "weights"]
 

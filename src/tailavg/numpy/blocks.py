@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from tailavg.average import Array, TailAverage
-from tailavg.rules import AnytimeWindow, BlockRule, RawTail, WindowRule, read, root
-from tailavg.schedule import SUM, advance, check_starts, oldest_needed, period, terms, turn
-from tailavg.storages.arithmetic import (
+from tailavg.numpy.average import Array, TailAverage
+from tailavg.core.rules import AnytimeWindow, BlockRule, RawTail, WindowRule, read, root
+from tailavg.core.schedule import SUM, advance, check_starts, oldest_needed, period, terms, turn
+from tailavg.numpy.arithmetic import (
     CHUNK,
     FOLD,
     aligned_zeros,
@@ -24,7 +24,7 @@ from tailavg.storages.arithmetic import (
     sum_rows,
     wide,
 )
-from tailavg.windows import AnyWindow
+from tailavg.core.windows import AnyWindow
 
 __all__ = ["BlockStorage"]
 

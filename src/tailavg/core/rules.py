@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tailavg.anytail import AnyTail
-from tailavg.baselines import ExactWindow, RawTail
-from tailavg.windows import NEVER, AnyWindow, Fixed, OfWindow, Window, smaller, whole
+from tailavg.core.anytail import AnyTail
+from tailavg.core.baselines import ExactWindow, RawTail
+from tailavg.core.windows import NEVER, AnyWindow, Fixed, OfWindow, Window, smaller, whole
 
 __all__ = ["AnytimeWindow", "ExactWindow", "Exponential", "RawTail", "as_rule", "join", "read"]
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from tailavg.average import Array, TailAverage
-from tailavg.rules import Exponential, WindowRule
-from tailavg.storages.arithmetic import CHUNK, FOLD, aligned_zeros, wide
-from tailavg.windows import NEVER
+from tailavg.numpy.average import Array, TailAverage
+from tailavg.core.rules import Exponential, WindowRule
+from tailavg.numpy.arithmetic import CHUNK, FOLD, aligned_zeros, wide
+from tailavg.core.windows import NEVER
 
 __all__ = ["DecayedStorage", "plan"]
 

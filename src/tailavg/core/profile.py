@@ -8,9 +8,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from tailavg.anytail import AnyTail
-from tailavg.rules import AnytimeWindow, ExactWindow, Exponential, Rule, WindowRule, read
-from tailavg.windows import AnyWindow, Reals
+from tailavg.core.anytail import AnyTail
+from tailavg.core.rules import AnytimeWindow, ExactWindow, Exponential, Rule, WindowRule, read
+from tailavg.core.windows import AnyWindow, Reals
 
 __all__ = ["Profile", "dense_weights", "newest_first", "profile", "reading"]
 

@@ -11,13 +11,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tailavg.anytail import AnyTail
-from tailavg.profile import reading
-from tailavg.rules import AnytimeWindow, BlockRule, ExactWindow, Exponential, RawTail, Rule
-from tailavg.schedule import SUM, check_starts, makes_room, terms, turn
-from tailavg.storages.arithmetic import FOLD
-from tailavg.storages.decayed import plan
-from tailavg.windows import AnyWindow
+from tailavg.core.anytail import AnyTail
+from tailavg.core.profile import reading
+from tailavg.core.rules import AnytimeWindow, BlockRule, ExactWindow, Exponential, RawTail, Rule
+from tailavg.core.schedule import SUM, check_starts, makes_room, terms, turn
+from tailavg.numpy.arithmetic import FOLD
+from tailavg.numpy.decayed import plan
+from tailavg.core.windows import AnyWindow
 
 __all__ = ["BlockClock", "Clock", "DecayClock", "Turn", "clock_for"]
 
