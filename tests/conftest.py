@@ -3,9 +3,12 @@ import signal
 import sys
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
-sys.path.insert(0, str(Path(__file__).parent))  # for `model` and `cases`
+SUPPORT = Path(__file__).parent / "support"  # what the tests share
+sys.path.insert(0, str(SUPPORT))
+pytest.register_assert_rewrite(*(path.stem for path in SUPPORT.glob("*.py")))
 
 # before JAX starts: several devices, to shard arrays over
 os.environ["XLA_FLAGS"] = (

@@ -2,11 +2,10 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from paths import EXAMPLES
 
 
 @pytest.mark.parametrize(
@@ -18,7 +17,7 @@ ROOT = Path(__file__).parent.parent
     ],
 )
 def test_an_example_prints_what_is_quoted_of_it(name, quoted, tmp_path):
-    script = ROOT / "examples" / f"{name}.py"
+    script = EXAMPLES / f"{name}.py"
     run = subprocess.run(
         [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=True
     )

@@ -4,7 +4,6 @@ import re
 import runpy
 import subprocess
 import sys
-from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -14,9 +13,9 @@ import pytest
 from flax import nnx
 
 import model
+from paths import EXAMPLES
 from tailavg import AnytimeWindow
 
-ROOT = Path(__file__).parent.parent
 RECIPES = ("jax_plain", "jax_nnx", "jax_equinox")
 SAME = "The run resumed from step {} is bit-identical to the unbroken one."
 
@@ -24,7 +23,7 @@ SAME = "The run resumed from step {} is bit-identical to the unbroken one."
 @pytest.fixture(scope="module", params=RECIPES)
 def recipe(request):
     """Its name and its functions."""
-    return request.param, runpy.run_path(ROOT / "examples" / f"{request.param}.py")
+    return request.param, runpy.run_path(EXAMPLES / f"{request.param}.py")
 
 
 def parameters(name, training):
@@ -53,7 +52,7 @@ def flat(tree):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_prints_that_the_average_is_better_and_the_resumed_run_the_same(name, tmp_path):
-    script = ROOT / "examples" / f"{name}.py"
+    script = EXAMPLES / f"{name}.py"
     options = ["--steps", "1000", "--folder", tmp_path / "new"]
     run = subprocess.run([sys.executable, script, *options], capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr

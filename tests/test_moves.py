@@ -17,9 +17,9 @@ from torch import nn
 
 from cases import CAPPED, short
 from tailavg import AnytimeWindow, Exponential, Growing, RawTail, TailAverage
-from tailavg.jax import tail_average
 from tailavg.core.schedule import advance, turn
 from tailavg.core.state import state as layout
+from tailavg.jax import tail_average
 from tailavg.torch import ParameterAverage
 
 RULES = [

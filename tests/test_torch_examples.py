@@ -8,18 +8,18 @@ import runpy
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parent.parent
+from paths import EXAMPLES
+
 TAILS = ("last 10 %", "last 25 %", "last 50 %", "last 500 steps")
 
 
 def example(name, *options, env=None):
-    script = ROOT / "examples" / f"{name}.py"
+    script = EXAMPLES / f"{name}.py"
     return subprocess.run(
         [sys.executable, script, *options], capture_output=True, text=True, env=env
     )
@@ -149,7 +149,7 @@ def test_whatever_is_not_restored_is_found_out(tmp_path, monkeypatch, capsys):
         raise Died
 
     monkeypatch.setattr(os, "_exit", die)
-    resume = SimpleNamespace(**runpy.run_path(ROOT / "examples" / "resume.py"))
+    resume = SimpleNamespace(**runpy.run_path(EXAMPLES / "resume.py"))
     unbroken, broken = tmp_path / "unbroken.pt", tmp_path / "broken.pt"
     averages = {"quarter", "weights of quarter", "window", "weights of window"}
     resume.train(unbroken)
@@ -172,8 +172,8 @@ def test_whatever_is_not_restored_is_found_out(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.usefixtures("torch_settings")
 def test_two_tailed_averaging_follows_the_paper(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    every_tail = SimpleNamespace(**runpy.run_path(ROOT / "examples" / "every_tail.py"))
+    monkeypatch.syspath_prepend(EXAMPLES)
+    every_tail = SimpleNamespace(**runpy.run_path(EXAMPLES / "every_tail.py"))
 
     def follow(*evaluations, extended=True):
         """What is used after each, if these are the losses: of the iterate, the short, the long."""

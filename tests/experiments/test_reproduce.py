@@ -8,13 +8,13 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from model import averages, weight_matrix
+from paths import DOCS
 from tailavg import TailAverage
 from tailavg.cli import app
 from tailavg.experiments import figures
@@ -43,7 +43,7 @@ from tailavg.experiments.regression import (
 )
 from tailavg.experiments.report import Result
 
-DOCS = Path(__file__).parents[1] / "docs" / "reproduction"
+REPRODUCTION = DOCS / "reproduction"
 SMALL = Problem(runs=3, batches=60, dimension=4, batch_size=5, seed=3)
 OPTIONS = ["--runs=3", "--batches=60", "--dimension=4", "--batch-size=5", "--quick"]
 FILES = [
@@ -362,14 +362,16 @@ def test_the_page_needs_nothing_else_and_suits_phones_and_the_dark(folder):
     assert "Not in the paper, and chosen here" in page
 
 
-@pytest.mark.skipif(not DOCS.exists(), reason="the documentation is not here")
+@pytest.mark.skipif(not REPRODUCTION.exists(), reason="the documentation is not here")
 def test_the_committed_claims_are_of_the_defaults_and_of_these_sentences():
-    saved = json.loads((DOCS / "claims.json").read_text())
+    saved = json.loads((REPRODUCTION / "claims.json").read_text())
     assert saved["options"] == {**vars(Problem()), "at": 850}
     assert [row["sentence"] for row in saved["claims"]] == [claim.sentence for claim in CLAIMS]
     for claim, row in zip(CLAIMS, saved["claims"], strict=True):
         assert Finding(claim, Ratio(**row["figure"])).verdict == row["verdict"]
-    assert all((DOCS / name).stat().st_size < 600_000 for name in FILES if name.endswith("svg"))
+    assert all(
+        (REPRODUCTION / name).stat().st_size < 600_000 for name in FILES if name.endswith("svg")
+    )
 
 
 def test_the_same_command_writes_the_same_files(folder, tmp_path):

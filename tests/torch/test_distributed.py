@@ -27,7 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 from cases import short
 from tailavg import AnytimeWindow, Exponential, RawTail
 from tailavg.torch import AveragedModel, ParameterAverage
-from torch_models import History, assert_averages, bits, on_ranks, small, snapshot, wide
+from torch_models import History, assert_averages, bits, small, snapshot, wide
+from torch_processes import on_ranks
 
 SHARDED_RULES = [AnytimeWindow(20, 4), AnytimeWindow(0.3), Exponential(0.25), RawTail(0.5, 100)]
 every_rule = pytest.mark.parametrize("rule", SHARDED_RULES, ids=short)

@@ -15,11 +15,11 @@ from jax import lax
 
 from cases import anytime_windows, short, windows
 from tailavg import AnytimeWindow, Exponential, Fixed, Growing, TailAverage
-from tailavg.jax import tail_average
 from tailavg.core.profile import dense_weights
 from tailavg.core.schedule import advance, turn
 from tailavg.core.state import state as layout
 from tailavg.core.windows import whole_part
+from tailavg.jax import tail_average
 
 CAPPED = Growing(0.25, at_most=250_000)
 

@@ -31,8 +31,8 @@ from tailavg import (
     RawTail,
     TailAverage,
 )
-from tailavg.jax import BlockClock, DecayClock, TreeState, tail_average, value
 from tailavg.core.schedule import advance
+from tailavg.jax import BlockClock, DecayClock, TreeState, tail_average, value
 
 STEPS = 600
 RULES = [rule for rule in cases.RULES if isinstance(rule, AnytimeWindow | Exponential)]

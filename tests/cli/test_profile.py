@@ -6,15 +6,15 @@ import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+from paths import DOCS
 from tailavg import AnytimeWindow, ExactWindow, Exponential, Growing, RawTail, TailAverage
 from tailavg.cli.profile import _profile
 
-CHOOSING = Path(__file__).parent.parent / "docs" / "choosing.md"
+CHOOSING = DOCS / "choosing.md"
 
 
 def run(*arguments, folder=None):

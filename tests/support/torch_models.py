@@ -1,16 +1,7 @@
-"""What the tests of `tailavg.torch` share: slow references, odd models, groups of processes."""
-
-import importlib
-import multiprocessing
-import queue
-import time
-import traceback
-import warnings
-from datetime import timedelta
+"""What the tests of `tailavg.torch` share: slow references and odd models."""
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -239,97 +230,3 @@ def id_of(tensor) -> int:
 
 def flat_tensors(value):
     return [t for t in torch.utils._pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
-
-
-PRELOADED = [
-    "hypothesis.strategies",
-    "numpy",
-    "pytest",
-    "safetensors.torch",
-    "tailavg.torch",
-    "torch._dynamo",
-    "torch._inductor.config",
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor.debug",
-    "torch.distributed.tensor.parallel",
-    "torch.testing",
-]
-
-
-def other_processes():
-    """Processes that are forked from one that has imported torch: they cost next to nothing."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    return context
-
-
-def exit_code(function, *args, seconds: float = 60) -> int | None:
-    """Call a function of a test module in a process of its own."""
-    name = function.__module__.rpartition(".")[2], function.__name__
-    process = other_processes().Process(target=_call, args=(*name, args), daemon=True)
-    process.start()
-    process.join(seconds)
-    return process.exitcode
-
-
-def _call(module, name, args):
-    return getattr(importlib.import_module(module), name)(*args)
-
-
-def on_ranks(world: int, function, *args, seconds: float = 60) -> list:
-    """Call a function of a test module in each process of a new gloo group; what they return."""
-    context = other_processes()
-    answers = context.Queue()
-    module, folder = function.__module__.rpartition(".")[2], args[0]
-    store = folder / f"store-{function.__name__}-{world}-{time.monotonic_ns()}"
-    ranks = [
-        context.Process(
-            target=_rank,
-            args=(rank, world, str(store), module, function.__name__, args, answers),
-            daemon=True,
-        )
-        for rank in range(world)
-    ]
-    for process in ranks:
-        process.start()
-    results, until = {}, time.monotonic() + seconds
-    try:
-        while len(results) < world:
-            try:
-                rank, result, error = answers.get(timeout=0.2)
-            except queue.Empty:
-                dead = [p.exitcode for p in ranks if p.exitcode]
-                assert not dead, f"a rank died with exit code {dead[0]}"
-                assert time.monotonic() < until, f"no answer after {seconds} s"
-                continue
-            assert error is None, f"rank {rank} of {world}:\n{error}"
-            results[rank] = result
-        for process in ranks:
-            process.join(10)
-    finally:
-        for process in ranks:
-            if process.is_alive():
-                process.kill()
-            process.join()
-            process.close()
-        answers.close()
-    return [results[rank] for rank in range(world)]
-
-
-def _rank(rank, world, store, module, name, args, answers) -> None:
-    warnings.filterwarnings("error", module=r"tailavg\.")
-    try:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{store}",
-            rank=rank,
-            world_size=world,
-            timeout=timedelta(seconds=30),
-        )
-        result = _call(module, name, args)
-        answers.put((rank, result, None))
-        dist.barrier()
-        dist.destroy_process_group()
-    except BaseException:
-        answers.put((rank, None, traceback.format_exc()))

@@ -36,7 +36,6 @@ from torch_models import (
     assert_averages,
     bits,
     dense,
-    exit_code,
     flat_tensors,
     named,
     odd_batch,
@@ -45,6 +44,7 @@ from torch_models import (
     tolerance,
     wide,
 )
+from torch_processes import exit_code
 
 every_rule = pytest.mark.parametrize("rule", TORCH_RULES, ids=short)
 kept_rules = rules.filter(lambda rule: not isinstance(rule, ExactWindow))
