@@ -3,7 +3,7 @@
 import copy
 import math
 from contextlib import nullcontext
-from functools import cache, partial
+from functools import cache
 from itertools import cycle, pairwise, permutations
 
 import jax
@@ -13,11 +13,11 @@ import pytest
 import torch
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tailavg.core.schedule import advance
 from torch import nn
 
-from cases import CAPPED, short
+from cases import CAPPED, of_rules, samples, turns_of
 from tailavg import AnytimeWindow, Exponential, Growing, RawTail, TailAverage
-from tailavg.core.schedule import advance, turn
 from tailavg.core.state import state as layout
 from tailavg.jax import tail_average
 from tailavg.torch import ParameterAverage
@@ -36,7 +36,6 @@ RULES = [
     Exponential(1.0),
     Exponential(CAPPED),
 ]
-of_rules = partial(pytest.mark.parametrize, "rule", ids=short)
 
 
 class One(nn.Module):
@@ -105,24 +104,11 @@ FRAMEWORKS = {"numpy": in_numpy, "torch": in_torch, "jax": in_jax}
 ORDERS = list(permutations(FRAMEWORKS))
 
 
-def turns_of(rule, steps):
-    """The steps at which blocks begin."""
-    starts, found = [0], []
-    while isinstance(rule, AnytimeWindow) and (end := rule.closes(starts)) < steps:
-        starts = turn(rule, starts, end)
-        found.append(end)
-    return found
-
-
 def awkward(rule, steps):
     """Before and after some turns and folds; with one sample."""
     turns = turns_of(rule, steps - 1)
     near = [t + i for t in [*turns[3:5], *turns[-2:]] for i in (-1, 0, 1)]
     return sorted({1, 2, *near, 255, 256, 257, 258, 512, 513, 514, steps})
-
-
-def samples(steps, shape, dtype, seed=0):
-    return (1 + np.random.default_rng(seed).random((steps, *shape))).astype(dtype)
 
 
 @of_rules(RULES)

@@ -9,12 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tailavg.core.schedule import advance, turn
 
 from cases import CAPPED, RULES, anytime_windows, rules, short, windows
 from model import TIE, Blocks, Window, alphas, ceiling, weight_matrix
 from tailavg import AnytimeWindow, ExactWindow, Exponential, Fixed, Growing, RawTail, TailAverage
 from tailavg.core.rules import join, read
-from tailavg.core.schedule import advance, turn
 
 STEPS = 100_000
 FIXED = [Fixed(k) for k in (1, 10, 64, 100, 997, 12_345, 200_000)]

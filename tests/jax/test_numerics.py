@@ -12,11 +12,11 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from jax import lax
+from tailavg.core.schedule import advance
 
-from cases import anytime_windows, short, windows
+from cases import anytime_windows, of_rules, turns_of, windows
 from tailavg import AnytimeWindow, Exponential, Fixed, Growing, TailAverage
 from tailavg.core.profile import dense_weights
-from tailavg.core.schedule import advance, turn
 from tailavg.core.state import state as layout
 from tailavg.core.windows import whole_part
 from tailavg.jax import tail_average
@@ -55,8 +55,6 @@ DECAYS = [
     Exponential(CAPPED),
 ]
 LONG = 10_000_000
-
-of_rules = partial(pytest.mark.parametrize, "rule", ids=short)
 
 
 def sizes_wanted(rule, t):
@@ -341,15 +339,6 @@ def test_averages_of_16_bits_are_those_of_float64(rule):
 # Turns
 
 
-def turns_of(rule, steps):
-    """The steps at which blocks begin, by NumPy's schedule."""
-    starts, found = [0], [0]
-    while (end := rule.closes(starts)) < steps:
-        starts = turn(rule, starts, end)
-        found.append(end)
-    return np.array(found)
-
-
 def turns_in_jax(rule, steps, dtype):
     average = tail_average(rule, dtype=dtype)
 
@@ -385,14 +374,14 @@ TURNING = [
 @of_rules(TURNING)
 def test_turns_in_single_precision_are_on_the_very_sample(rule):
     got = turns_in_jax(rule, 2 * 10**6, jnp.float32)
-    np.testing.assert_array_equal(got, turns_of(rule, 2 * 10**6))
+    np.testing.assert_array_equal(got, [0, *turns_of(rule, 2 * 10**6)])
 
 
 @of_rules(TURNING)
 def test_turns_with_x64_are_on_the_very_sample(rule):
     with jax.enable_x64(True):
         got = turns_in_jax(rule, 10**6, jnp.float64)
-    np.testing.assert_array_equal(got, turns_of(rule, 10**6))
+    np.testing.assert_array_equal(got, [0, *turns_of(rule, 10**6)])
 
 
 # What rules and windows tell of arrays and traced integers

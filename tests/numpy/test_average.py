@@ -10,14 +10,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases import CAPPED, KINDS, METHODS, RULES, assert_close, chunks, rules, short, take
+from cases import (
+    CAPPED,
+    FLOAT,
+    KINDS,
+    ROW,
+    RULES,
+    assert_close,
+    chunks,
+    every_method,
+    rules,
+    short,
+    take,
+)
 from model import Window, averages, weight_matrix
 from tailavg import AnytimeWindow, ExactWindow, Exponential, Growing, Profile, RawTail, TailAverage
 
 every_rule = pytest.mark.parametrize("rule", RULES, ids=short)
 every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-every_method = pytest.mark.parametrize("method", METHODS)
-FLOAT, ROW = KINDS["float"], KINDS["float64 (3,)"]
 
 
 @cache

@@ -5,15 +5,20 @@ import json
 import pickle
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
+import pytest
 from hypothesis import strategies as st
+from tailavg.core.schedule import turn
 
 from tailavg import AnytimeWindow, ExactWindow, Exponential, Fixed, Growing, RawTail, TailAverage
 
 CAPPED = Growing(0.5, at_most=40)
+
+WINDOWS = [Fixed(1), Fixed(10), Growing(0.25), Growing(1.0), Growing(0.123456789123), CAPPED]
 
 RULES = [
     AnytimeWindow(1),
@@ -84,6 +89,12 @@ KINDS = {
     "uint8 (2, 2)": Kind("uint8", (2, 2), "float64"),
     "float64 (8, 16)": Kind("float64", (8, 16), "float64"),
 }
+FLOAT, ROW = KINDS["float"], KINDS["float64 (3,)"]
+
+
+def samples(steps: int = 600, shape=(5,), dtype="float64", seed: int = 0) -> np.ndarray:
+    """Samples of about 1 to 2, whose averages are never near 0."""
+    return (1 + np.random.default_rng(seed).random((steps, *shape))).astype(dtype)
 
 
 def assert_close(got, expected, rtol: float) -> None:
@@ -116,7 +127,19 @@ def short(rule) -> str:
     return re.sub(r"(Fixed|Growing)\((.*?)\)", r"\2", text)
 
 
+of_rules = partial(pytest.mark.parametrize, "rule", ids=short)
+
 METHODS = ["update", "update_many", "scan"]
+every_method = pytest.mark.parametrize("method", METHODS)
+
+
+def turns_of(rule, steps: int) -> list[int]:
+    """The steps at which blocks begin, after the first."""
+    starts, found = [0], []
+    while isinstance(rule, AnytimeWindow) and (end := rule.closes(starts)) < steps:
+        starts = turn(rule, starts, end)
+        found.append(end)
+    return found
 
 
 def chunks(steps: int):

@@ -1,12 +1,17 @@
 """What the tests of `tailavg.torch` share: slow references and odd models."""
 
+import io
+
 import numpy as np
+import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cases import rules, short
 from model import Blocks, alphas
-from tailavg import AnytimeWindow, Exponential, Growing, RawTail
+from tailavg import AnytimeWindow, ExactWindow, Exponential, Growing, RawTail
+from tailavg.torch import ParameterAverage
 
 torch.set_num_threads(1)  # tensors are tiny and tests run side by side
 
@@ -32,6 +37,8 @@ TORCH_RULES = [
     RawTail(0.5, total=1000),
     RawTail(100, total=300),
 ]
+every_rule = pytest.mark.parametrize("rule", TORCH_RULES, ids=short)
+kept_rules = rules.filter(lambda rule: not isinstance(rule, ExactWindow))
 
 
 def dense(rule, steps) -> dict[int, np.ndarray]:
@@ -142,6 +149,32 @@ class Walk:
                 parameter.copy_(1 + noise)
 
 
+def walked(model, rule, steps: int, seed: int = 0, **options):
+    """An average after so many updates, and the model's walk and history."""
+    average = ParameterAverage(model, rule, **options)
+    walk, history = Walk(model, seed), History(model)
+    for _ in range(steps):
+        walk.step()
+        average.update()
+        history.record()
+    return average, walk, history
+
+
+def saved(state):
+    """A state through a file, with nothing unpickled but tensors and plain data."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def tensors_of(width: int = 3, seed: int = 0) -> dict[str, torch.Tensor]:
+    """One tensor of each floating type."""
+    torch.manual_seed(seed)
+    kinds = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
+    return {str(kind)[6:]: torch.rand(width, dtype=kind) for kind in kinds}
+
+
 class Odd(nn.Module):
     """A model with everything at once that real models have one by one."""
 
@@ -194,6 +227,14 @@ def small(seed: int = 0, norm: bool = True) -> nn.Sequential:
     torch.manual_seed(seed)
     middle = [nn.BatchNorm1d(4)] if norm else []
     return nn.Sequential(nn.Linear(3, 4), *middle, nn.Tanh(), nn.Linear(4, 2))
+
+
+def batches(model, steps: int, seed: int = 0):
+    """Forward passes that move BatchNorm's statistics."""
+    random = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        model(torch.rand(6, 3, generator=random))
+        yield
 
 
 class FailAt(TorchDispatchMode):

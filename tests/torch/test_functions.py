@@ -9,12 +9,11 @@ from hypothesis import given, settings
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from cases import CAPPED, windows
+from cases import WINDOWS, windows
 from model import averages, weight_matrix
-from tailavg import Exponential, Fixed, Growing
+from tailavg import Exponential
 from tailavg.torch.functions import growing_avg_fn, growing_multi_avg_fn
 
-WINDOWS = [Fixed(1), Fixed(10), Growing(0.25), Growing(1.0), Growing(0.123456789123), CAPPED]
 FUNCTIONS = {
     "multi_avg_fn": lambda window: {"multi_avg_fn": growing_multi_avg_fn(window)},
     "avg_fn": lambda window: {"avg_fn": growing_avg_fn(window)},

@@ -1,60 +1,28 @@
-"""AveragedModel in the place of torch's own class: the same scripts, with a tail average."""
+"""AveragedModel in the place of torch's own class: the same keys, looks, sources and types."""
 
 import copy
 import io
-import warnings
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch.optim import swa_utils
-from torch.utils.data import DataLoader
 
-from cases import rules, short
-from tailavg import AnytimeWindow, ExactWindow, Exponential, Fixed, RawTail
-from tailavg.torch import AveragedModel, ParameterAverage, growing_avg_fn, growing_multi_avg_fn
+from averaged_models import tensors_of, walked
+from tailavg import AnytimeWindow, ExactWindow, Fixed, RawTail
+from tailavg.torch import AveragedModel, ParameterAverage
 from torch_models import (
-    TORCH_RULES,
     History,
     Odd,
     Walk,
     assert_averages,
     bits,
-    dense,
+    every_rule,
     named,
     odd_batch,
-    raw,
+    saved,
     small,
-    wide,
 )
-
-every_rule = pytest.mark.parametrize("rule", TORCH_RULES, ids=short)
-kept_rules = rules.filter(lambda rule: not isinstance(rule, ExactWindow))
-
-
-def walked(model, rule, steps: int, **options):
-    """An averaged model after so many updates, and the walk and history of its source."""
-    averaged = AveragedModel(model, rule, **options)
-    walk, history = Walk(model), History(model)
-    for _ in range(steps):
-        walk.step()
-        averaged.update_parameters(model)
-        history.record()
-    return averaged, walk, history
-
-
-def saved(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
-def tensors_of(state) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
 @every_rule
@@ -68,25 +36,6 @@ def test_the_module_has_the_averages_of_the_model(rule):
         if t in (1, 2, 30, 255, 256, 257, 400, 600):
             assert_averages(named(averaged.module), history.average(rule))
             assert averaged.n_averaged == t
-
-
-@settings(max_examples=20)
-@given(kept_rules, st.integers(1, 120))
-def test_any_rule_resumed_at_any_step_follows_the_reference(rule, stop):
-    model = small(norm=False)
-    averaged, walk, history = AveragedModel(model, rule), Walk(model), History(model)
-    whole = AveragedModel(model, rule)
-    for t in range(1, 121):
-        walk.step()
-        averaged.update_parameters(model)
-        whole.update_parameters(model)
-        history.record()
-        if t == stop:
-            state = saved(averaged.state_dict())
-            averaged = AveragedModel(small(seed=1, norm=False), rule)
-            averaged.load_state_dict(state)
-    assert_averages(named(averaged.module), history.average(rule))
-    assert bits(averaged) == bits(whole)
 
 
 def test_it_is_a_module_with_the_keys_of_torchs_class():
@@ -239,62 +188,6 @@ def test_buffers_follow_the_model_or_are_averaged():
             assert bits(saw) != bits(last), "in step with updates, not tied to the model"
 
 
-@pytest.mark.parametrize("batch", ["tensor", "tuple"])
-def test_torchs_update_bn_works(batch):
-    random = torch.Generator().manual_seed(0)
-    xs = [torch.rand(8, 3, generator=random) for _ in range(6)]
-    loader = xs if batch == "tensor" else [(x, None) for x in xs]
-    model = small()
-    averaged, walk, history = walked(model, 10, 30)
-    swa_utils.update_bn(loader, averaged)
-    expected = copy.deepcopy(model)
-    with torch.no_grad():
-        for name, values in history.average(AnytimeWindow(10)).items():
-            named(expected)[name].copy_(torch.from_numpy(values))
-    swa_utils.update_bn(loader, expected)
-    for (name, got), (_, want) in zip(
-        averaged.module.named_buffers(), expected.named_buffers(), strict=True
-    ):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6, msg=name)
-    assert averaged.module[1].momentum == 0.1
-    statistics = bits(dict(averaged.module.named_buffers()))
-    resumed = AveragedModel(small(seed=1), 10)
-    resumed.load_state_dict(saved(averaged.state_dict()))
-    assert bits(dict(resumed.module.named_buffers())) == statistics
-    assert bits(resumed) == bits(averaged)
-    walk.step()
-    averaged.update_parameters(model)
-    assert bits(dict(averaged.module.named_buffers())) == bits(dict(model.named_buffers()))
-
-
-def test_the_script_of_torchs_documentation_with_one_argument_more():
-    torch.manual_seed(0)
-    random = torch.Generator().manual_seed(1)
-    loader = [(torch.rand(8, 3, generator=random), torch.rand(8, 2, generator=random))] * 3
-    model, loss_fn = small(), nn.MSELoss()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    swa_model = AveragedModel(model, 0.5)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=30)
-    swa_scheduler = swa_utils.SWALR(optimizer, swa_lr=0.05)
-    history = History(model)
-    for epoch in range(30):
-        for x, y in loader:
-            optimizer.zero_grad()
-            loss_fn(model(x), y).backward()
-            optimizer.step()
-        if epoch > 10:
-            swa_model.update_parameters(model)
-            history.record()
-            swa_scheduler.step()
-        else:
-            scheduler.step()
-    swa_utils.update_bn(loader, swa_model)
-    assert swa_model.n_averaged == 19
-    assert_averages(named(swa_model.module), history.average(AnytimeWindow(0.5)))
-    swa_model.eval()
-    assert loss_fn(swa_model(loader[0][0]), loader[0][1]) < 0.5
-
-
 def test_a_model_of_all_kinds_at_once_is_averaged():
     rule, model = AnytimeWindow(30), Odd(compiled=False)
     averaged, walk, history = AveragedModel(model, rule), Walk(model), History(model)
@@ -391,67 +284,6 @@ def test_a_source_that_is_not_tied_as_at_first_is_refused_by_name():
     assert averaged.n_averaged == 25
 
 
-def test_a_state_of_torchs_own_class_is_refused_clearly():
-    theirs = swa_utils.AveragedModel(small(seed=3))
-    theirs.update_parameters(small(seed=4))
-    for strict in (True, False):
-        averaged, _, _ = walked(small(), 10, 25)
-        before = bits(averaged)
-        with pytest.raises(ValueError, match="AveragedModel"):
-            averaged.load_state_dict(theirs.state_dict(), strict=strict)
-        assert bits(averaged) == before
-
-
-def test_states_that_do_not_fit_are_refused_and_change_nothing():
-    model = small()
-    averaged, _, _ = walked(model, 10, 25)
-    good, before = saved(averaged.state_dict()), bits(averaged)
-    other_rule, _, _ = walked(small(), Exponential(10), 25)
-    with pytest.raises(ValueError, match="Exponential"):
-        averaged.load_state_dict(other_rule.state_dict())
-    assert bits(averaged) == before
-    with pytest.raises((ValueError, RuntimeError), match="version"):
-        averaged.load_state_dict(good | {"_extra_state": good["_extra_state"] | {"version": 99}})
-    assert bits(averaged) == before
-    taller, _, _ = walked(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 7)), 10, 25)
-    with pytest.raises((ValueError, RuntimeError), match="weight"):
-        averaged.load_state_dict(taller.state_dict())
-    assert bits(averaged) == before
-    averaged.load_state_dict(good)
-    assert bits(averaged) == before
-
-
-def test_saving_changes_no_later_bit_and_loading_goes_on_as_if_never_stopped():
-    model = small()
-    plain, saving, resumed = (AveragedModel(model, 0.3, use_buffers=True) for _ in range(3))
-    walk = Walk(model)
-    for step in range(300):
-        walk.step()
-        model(torch.rand(6, 3))
-        for one in (plain, saving, resumed):
-            one.update_parameters(model)
-        state = saving.state_dict()
-        if step % 37 == 0:
-            resumed = AveragedModel(small(seed=step), 0.3, use_buffers=True)
-            resumed.load_state_dict(saved(state))
-    assert bits(plain) == bits(saving) == bits(resumed)
-    assert bits_of_state(plain) == bits_of_state(saving) == bits_of_state(resumed)
-
-
-def bits_of_state(averaged):
-    leaves, _ = torch.utils._pytree.tree_flatten(averaged.state_dict())
-    return [raw(x) if isinstance(x, torch.Tensor) else x for x in leaves]
-
-
-def test_a_fresh_model_can_be_saved_and_loaded():
-    averaged = AveragedModel(small(), 10)
-    state = saved(averaged.state_dict())
-    other, _, _ = walked(small(seed=1), 10, 12)
-    other.load_state_dict(state)
-    assert other.n_averaged == 0
-    assert bits(other) == bits(averaged)
-
-
 def test_a_copy_goes_its_own_way():
     model = small()
     averaged, walk, _ = walked(model, 10, 25)
@@ -495,35 +327,6 @@ def test_its_modes_gradients_and_types_are_those_of_a_module():
     assert_averages(named(averaged.module), history.average(AnytimeWindow(10)), torch.float32)
 
 
-def test_a_window_of_everything_is_the_average_of_torchs_class():
-    model = small()
-    ours, theirs = AveragedModel(model, 1.0), swa_utils.AveragedModel(model)
-    walk = Walk(model)
-    for _ in range(100):
-        walk.step()
-        model(torch.rand(6, 3))
-        ours.update_parameters(model)
-        theirs.update_parameters(model)
-    torch.testing.assert_close(
-        tensors_of(ours.state_dict()), theirs.state_dict(), rtol=1e-5, atol=1e-5
-    )
-
-
-def test_a_state_may_be_assigned():
-    model = small()
-    averaged, walk, history = walked(model, 10, 25)
-    other = AveragedModel(small(seed=1), 10)
-    other.load_state_dict(saved(averaged.state_dict()), assign=True)
-    assert bits(other) == bits(averaged)
-    for _ in range(15):
-        walk.step()
-        averaged.update_parameters(model)
-        other.update_parameters(model)
-        history.record()
-    assert bits(other) == bits(averaged)
-    assert_averages(named(other.module), history.average(AnytimeWindow(10)))
-
-
 def test_accumulators_stay_wide_when_the_module_is_made_narrow():
     model = nn.Linear(2, 2, bias=False)
     averaged = AveragedModel(model, AnytimeWindow(1.0))
@@ -563,158 +366,3 @@ def test_it_gives_what_a_parameter_average_gives():
         averaged.update_parameters(model)
         average.update()
     assert bits(averaged.module.state_dict()) == bits(average.averaged_state_dict())
-
-
-# Functions for torch's own class
-
-
-@pytest.mark.parametrize("window", [1, 10, 0.25, 1.0, Fixed(40)], ids=str)
-@pytest.mark.parametrize("kind", ["multi", "single"])
-def test_the_growing_exponential_drives_torchs_own_class(kind, window):
-    model = small(norm=False).double()
-    if kind == "multi":
-        options = {"multi_avg_fn": growing_multi_avg_fn(window)}
-    else:
-        options = {"avg_fn": growing_avg_fn(window)}
-    theirs, walk, history = swa_utils.AveragedModel(model, **options), Walk(model), History(model)
-    for t in range(1, 151):
-        walk.step()
-        theirs.update_parameters(model)
-        history.record()
-        if t in (1, 2, 3, 10, 41, 150):
-            expected = history.average(Exponential(window))
-            for name, values in expected.items():
-                np.testing.assert_allclose(
-                    wide(named(theirs.module)[name]), values, rtol=1e-12, atol=1e-14, err_msg=name
-                )
-
-
-def test_the_functions_take_float32_and_buffers_that_are_integers():
-    model = small()
-    theirs = swa_utils.AveragedModel(
-        model, multi_avg_fn=growing_multi_avg_fn(0.25), use_buffers=True
-    )
-    singly = swa_utils.AveragedModel(model, avg_fn=growing_avg_fn(0.25), use_buffers=True)
-    history = History(model)
-    for _ in range(30):
-        model(torch.rand(6, 3))
-        Walk(model, seed=_).step()
-        theirs.update_parameters(model)
-        singly.update_parameters(model)
-        history.record()
-    for one in (theirs, singly):
-        assert_averages(named(one.module), history.average(Exponential(0.25)))
-        assert one.module[1].num_batches_tracked.dtype == torch.int64
-
-
-# Lightning's own callback
-
-
-@pytest.fixture
-def lightning(monkeypatch):
-    """Lightning, with our class under the name of torch's."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of its own imports
-        import lightning.pytorch
-        import lightning.pytorch.callbacks.weight_averaging as callback
-    monkeypatch.setattr(callback, "AveragedModel", AveragedModel)
-    return lightning.pytorch
-
-
-def lightning_net(lightning, seed: int = 0):
-    """A module that keeps its weights after each step and as validation sees them."""
-
-    class Net(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.net = small(seed)
-            self.steps, self.validated, self.last = [], {}, None
-
-        def training_step(self, batch, index):
-            assert self.last in (None, bits(self.net)), "on from the training weights"
-            return self.net(batch).square().mean()
-
-        def on_train_batch_end(self, outputs, batch, index):
-            self.steps.append({name: wide(p) for name, p in self.named_parameters()})
-            self.last = bits(self.net)
-
-        def validation_step(self, batch, index):
-            self.net(batch)
-            seen = {name: wide(p) for name, p in self.named_parameters()}
-            self.validated[self.trainer.global_step] = seen
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-
-    return Net()
-
-
-def fit(lightning, net, rule, epochs: int, path=None, resume=None):
-    """Train; save a checkpoint to `path` after the last epoch."""
-    from lightning.pytorch.callbacks import Callback, WeightAveraging
-
-    class Saver(Callback):
-        def on_train_epoch_end(self, trainer, module):
-            if path and trainer.current_epoch == epochs - 1:
-                trainer.save_checkpoint(path)
-
-    random = torch.Generator().manual_seed(0)
-    batches = [torch.rand(6, 3, generator=random) for _ in range(7)]
-    averaging = WeightAveraging(rule=rule)
-    trainer = lightning.Trainer(
-        max_epochs=epochs,
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        callbacks=[averaging, Saver()],
-    )
-    loaders = (DataLoader(part, batch_size=None) for part in (batches, batches[:1]))
-    trainer.fit(net, *loaders, ckpt_path=resume)
-    return averaging._average_model
-
-
-def average_of(steps, rule):
-    alpha = dense(rule, [len(steps)])[len(steps)]
-    return {name: np.tensordot(alpha, np.array([x[name] for x in steps]), 1) for name in steps[0]}
-
-
-def assert_near(got, expected):
-    assert got.keys() >= expected.keys()
-    for name, values in expected.items():
-        np.testing.assert_allclose(got[name], values, rtol=1e-5, atol=1e-6, err_msg=name)
-
-
-@pytest.mark.filterwarnings("ignore")  # Lightning's own: workers of loaders, rich, checkpoints
-def test_lightnings_callback_trains_validates_saves_and_resumes(lightning, tmp_path):
-    rule = AnytimeWindow(0.5)
-    whole = lightning_net(lightning)
-    averaged = fit(lightning, whole, rule, epochs=4)
-    assert len(whole.steps) == averaged.n_averaged == 28
-    assert [step for step in whole.validated if step] == [7, 14, 21, 28]
-    for step, seen in whole.validated.items():
-        if step:  # before the first, a check that validation runs
-            assert_near(seen, average_of(whole.steps[:step], rule))
-    final = {name: wide(p) for name, p in whole.named_parameters()}
-    assert_near(final, average_of(whole.steps, rule))
-
-    path = tmp_path / "half.ckpt"
-    half = lightning_net(lightning)
-    fit(lightning, half, rule, epochs=2, path=path)
-    checkpoint = torch.load(path, weights_only=True)
-    assert set(checkpoint["averaging_state"]) == {"n_averaged", "_extra_state"}
-    assert checkpoint["averaging_state"]["n_averaged"] == 14
-    kept = {name: wide(x) for name, x in checkpoint["state_dict"].items()}
-    assert_near(kept, average_of(half.steps, rule))
-    current = {name: wide(x) for name, x in checkpoint["current_model_state"].items()}
-    for name, values in half.steps[-1].items():
-        np.testing.assert_array_equal(current[name], values)
-
-    resumed = lightning_net(lightning, seed=9)
-    averaged = fit(lightning, resumed, rule, epochs=4, resume=path)
-    assert (len(resumed.steps), averaged.n_averaged) == (14, 28)
-    for name, values in whole.steps[-1].items():
-        np.testing.assert_array_equal(resumed.steps[-1][name], values)
-    assert bits(named(resumed)) == bits(named(whole))

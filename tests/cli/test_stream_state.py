@@ -1,0 +1,262 @@
+"""`tailavg stream`, live: answers at once, signals, and a state to go on from."""
+
+import signal
+import subprocess
+import threading
+from itertools import pairwise
+
+import pytest
+
+from streams import (
+    COMMAND,
+    CSV,
+    ENVIRONMENT,
+    JSON,
+    LONG,
+    NUMBERS,
+    close,
+    done,
+    expected,
+    failed,
+    lines,
+)
+from tailavg import AnytimeWindow, TailAverage
+
+
+class Live:
+    """A process that is given a line at a time."""
+
+    def __init__(self, *arguments):
+        self.process = subprocess.Popen(
+            [*COMMAND, *map(str, arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=ENVIRONMENT,
+        )
+        self.limit = threading.Timer(120, self.process.kill)  # a missing answer fails, not hangs
+        self.limit.start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.limit.cancel()
+        self.process.kill()
+        self.process.communicate()
+
+    def send(self, text):
+        self.process.stdin.write(text)
+        self.process.stdin.flush()
+
+    def ask(self, line):
+        """What is answered to a line, while the input stays open."""
+        self.send(f"{line}\n")
+        return self.process.stdout.readline()
+
+    def stop(self, number):
+        """The exit code, the rest of the output and the messages after a signal."""
+        self.process.send_signal(number)
+        code = self.process.wait(timeout=60)
+        return code, self.process.stdout.read(), self.process.stderr.read()
+
+
+def test_a_line_is_answered_at_once():
+    averages = expected(AnytimeWindow(0.25), NUMBERS)
+    with Live("-w", "0.25") as live:
+        answers = [live.ask(number) for number in NUMBERS]
+    assert close("".join(answers), averages)
+
+
+def test_half_a_line_is_waited_for():
+    with Live("-w", "2") as live:
+        assert live.ask("1") == "1\n"
+        live.send("3")
+        assert live.ask("0") == "15.5\n"
+
+
+METHODS = [
+    ["-w", "0.25"],
+    ["-w", "1000"],
+    ["-w", "10", "--accumulators", "2"],
+    ["-w", "0.25", "--method", "exponential"],
+    ["-w", "100", "--method", "exponential"],
+    ["-w", "50", "--method", "exact"],
+    ["--windows", "0.1,1000,0.5,1.0"],
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "odd"),
+    [
+        *((method, None) for method in METHODS),
+        (METHODS[0], "nan"),
+        (METHODS[4], "inf"),
+        (METHODS[6], "nan"),
+    ],
+)
+def test_stop_and_go_is_never_stopping(tmp_path, options, odd):
+    """To the byte, wherever it is cut."""
+    numbers = list(LONG)
+    if odd:
+        numbers[20_000] = odd
+    whole = done(*options, text=lines(numbers))
+    parts = [
+        done(*options, "--state", tmp_path / "state", text=lines(numbers[start:end]))
+        for start, end in pairwise([0, 1, 14_000, 20_000, 20_001, 40_000])
+    ]
+    assert "".join(parts) == whole
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+
+
+def test_the_whole_is_what_the_library_says():
+    average = TailAverage(0.25)
+    averages = []
+    for number in LONG:
+        average.update(float(number))
+        averages.append(average.value())
+    assert close(done("-w", "0.25", text=lines(LONG)), averages)
+
+
+@pytest.mark.parametrize("output", ["plain", "csv", "jsonl"])
+@pytest.mark.parametrize("by", [[], ["--by", "run"]])
+@pytest.mark.parametrize(("option", "text"), [("--column", CSV), ("--field", JSON)])
+def test_stop_and_go_with_columns_and_keys(tmp_path, option, text, by, output):
+    options = ["-w", "0.5", option, "loss", option, "step", *by, "--output", output, "--every", "3"]
+    whole = done(*options, text=text)
+    rows = text.splitlines()
+    parts = [
+        done(*options, "--state", tmp_path / "state", text=lines(rows[start:end]))
+        for start, end in pairwise([0, 1, 100, len(rows)])
+    ]
+    assert "".join(parts) == whole
+
+
+def test_stop_and_go_with_several_windows_of_columns_and_keys(tmp_path):
+    options = ["--windows", "0.25,5,1.0", "-c", "loss", "-c", "step", "--by", "run"]
+    whole = done(*options, text=CSV)
+    rows = CSV.splitlines()
+    parts = [
+        done(*options, "--state", tmp_path / "state", text=lines(rows[start:end]))
+        for start, end in pairwise([0, 100, len(rows)])
+    ]
+    assert "".join(parts) == whole
+
+
+def test_a_header_may_come_again(tmp_path):
+    options = ["-w", "2", "-c", "x", "--output", "csv", "--state", tmp_path / "state"]
+    assert done(*options, text="x,y\n1,2\n") == "x,y,x_average\n1,2,1\n"
+    assert done(*options, text="x,y\n3,4\n") == "3,4,2\n"
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["term", "int"]
+)
+@pytest.mark.parametrize("options", METHODS[:4])
+def test_signals_save_the_state(tmp_path, options, number, code):
+    state = tmp_path / "state"
+    with Live(*options, "--state", state) as live:
+        before = [live.ask(x) for x in LONG[:20]]
+        live.send("12")  # half a line is not a sample
+        ended = live.stop(number)
+    assert ended == (
+        code,
+        "",
+        f"tailavg: stopped after line 20; the state up to there is in {state}\n",
+    )
+    after = done(*options, "--state", state, text=lines(LONG[20:40]))
+    assert "".join(before) + after == done(*options, text=lines(LONG[:40]))
+
+
+def test_a_signal_in_the_midst_of_a_flood(tmp_path):
+    """Then what was written, and the state, are those of the same number of lines."""
+    state, feed = tmp_path / "state", tmp_path / "feed.txt"
+    feed.write_text(lines(LONG) * 50)
+    with Live("-w", "0.25", "--state", state, feed) as live:
+        written = [live.process.stdout.readline()]
+        live.process.send_signal(signal.SIGTERM)
+        written += live.process.stdout.readlines()
+        assert live.process.wait(timeout=60) == 143
+        told = live.process.stderr.read()
+    assert f"stopped after line {len(written)};" in told
+    assert len(written) < 50 * len(LONG)
+    following = (lines(LONG) * 50).splitlines()[len(written) :][:100]
+    after = done("-w", "0.25", "--state", state, text=lines(following))
+    whole = done("-w", "0.25", feed).splitlines(keepends=True)
+    assert "".join(written) == "".join(whole[: len(written)])
+    assert after == "".join(whole[len(written) :][:100])
+
+
+def test_a_bad_row_leaves_the_state_of_what_came_before(tmp_path):
+    state = tmp_path / "state"
+    output, told = failed("-w", "3", "--state", state, text="1\n2\nbad\n")
+    assert output == "1\n1.5\n"
+    assert f"the state up to there is in {state}" in told
+    assert done("-w", "3", "--state", state, text="3\n") == "2\n"
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        (["-w", "4"], "rule was"),
+        (["-w", "3", "--method", "exact"], "rule was"),
+        (["-w", "3", "-c", "x"], "input was plain, is csv"),
+        (["-w", "3", "--output", "csv"], "output was plain, is csv"),
+        (["--windows", "3"], "averages was ['average'], is ['average_3']"),
+        (["--windows", "3,0.5"], "rule was"),
+    ],
+)
+def test_a_state_of_other_options_is_refused(tmp_path, other, told):
+    state = tmp_path / "state"
+    done("-w", "3", "--state", state, text="1\n2\n")
+    saved = state.read_bytes()
+    output, said = failed(*other, "--state", state, text="x\n1\n")
+    assert not output
+    assert told in said
+    assert state.read_bytes() == saved
+
+
+def test_a_state_of_other_windows_is_refused(tmp_path):
+    state = tmp_path / "state"
+    done("--windows", "0.1,0.5", "--state", state, text="1\n2\n")
+    for other in ("0.1,0.6", "0.5,0.1", "0.1,0.5,1.0"):
+        _, said = failed("--windows", other, "--state", state, text="1\n")
+        assert "averages was ['average_0.1', 'average_0.5'], is" in said
+    _, said = failed("--windows", "0.1,0.5", "--accumulators", "6", "--state", state, text="1\n")
+    assert "rule was" in said
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda _: "",
+        lambda text: text[: len(text) // 2],
+        lambda _: "[]",
+        lambda _: "{}",
+        lambda _: "\x80\x00",
+        lambda text: text.replace('"version": 1', '"version": 2', 1),
+        lambda text: text.replace('"count": 8', '"count": 7'),
+        lambda text: text.replace('"samples": [9.0', '"samples": ["one"'),
+        lambda text: text.replace('"samples": [9.0', '"samples": [[9.0]'),
+        lambda text: text.replace('"samples": [9.0', '"samples": [9.0, 9.0'),
+        lambda text: text.replace('"averages": [{', '"averages": [], "more": [{'),
+        lambda text: text.replace('"series": {"": [{', '"series": {"": [], "a": [{'),
+    ],
+)
+def test_a_damaged_state_is_refused(tmp_path, damage):
+    state = tmp_path / "state"
+    done("-w", "3", "--state", state, text=lines(range(1, 10)))
+    damaged = damage(state.read_text())
+    assert damaged != state.read_text()
+    state.write_text(damaged, encoding="latin-1")
+    _, told = failed("-w", "3", "--state", state, text="1\n")
+    assert "expected a state saved by tailavg stream" in told
+    assert state.read_text(encoding="latin-1") == damaged
+
+
+def test_a_state_that_cannot_be_saved(tmp_path):
+    _, told = failed("-w", "3", "--state", tmp_path / "absent" / "state", text="1\n")
+    assert "expected a folder" in told
+    _, told = failed("-w", "3", "--state", tmp_path, text="1\n")
+    assert "Is a directory" in told

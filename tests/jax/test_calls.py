@@ -1,0 +1,280 @@
+"""Ways to call an average in JAX: jitted, scanned, batched, donated; and what is compiled."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from cases import CAPPED, assert_close, samples, short
+from jax_trees import assert_same, few_rules, row, run, two_rules
+from model import averages, weight_matrix
+from tailavg import AnytimeWindow, Exponential, Fixed, Growing
+from tailavg.jax import tail_average, value
+
+
+def buffers(tree):
+    """Where the arrays are in memory; those on several devices in several places."""
+    arrays = [shard.data for x in jax.tree.leaves(tree) for shard in x.addressable_shards]
+    return {array.unsafe_buffer_pointer() for array in arrays if array.size}
+
+
+# Ways to call it
+
+
+@two_rules
+def test_calls_one_by_one_jitted_and_scanned_give_the_same(rule):
+    xs = {"a": samples(40).astype(np.float32), "n": np.arange(40)}
+    average = tail_average(rule)
+    expected, (values, _, _) = run(average, xs)
+    jitted = jax.jit(average.update)
+    eager = compiled = average.init(row(xs, 0))
+    for i in range(40):
+        eager = average.update(eager, row(xs, i))
+        compiled = jitted(compiled, row(xs, i))
+        for state in (eager, compiled):
+            assert_close(average.value(state)["a"], values["a"][i], 1e-6)
+    assert_same(eager, compiled)
+    for got, wanted in zip(jax.tree.leaves(eager), jax.tree.leaves(expected), strict=True):
+        assert_close(got, wanted, 1e-6)
+
+
+@few_rules
+def test_a_loop_in_the_program_counts_on(rule):
+    average = tail_average(rule)
+    body = lambda i, state: average.update(state, i.astype(jnp.float32))  # noqa: E731
+    state = jax.jit(lambda state: lax.fori_loop(0, 50, body, state))(average.init(0.0))
+    assert state.updates == 50
+    assert_close(value(state), weight_matrix(rule, 50)[-1] @ np.arange(50.0), 1e-5)
+
+
+@few_rules
+def test_a_state_keeps_its_types_so_that_nothing_compiles_twice(rule):
+    average = tail_average(rule)
+    tree = {"w": jnp.ones(3, jnp.bfloat16), "f": 1.0, "n": np.int32(2), "c": 1j, "b": True}
+    update = jax.jit(average.update)
+    state = average.init(tree)
+    for _ in range(5):
+        state = update(state, tree)
+    assert update._cache_size() == 1
+    typed = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)  # noqa: E731
+    assert typed(state) == typed(average.init(tree))
+
+
+@few_rules
+def test_shapes_are_known_without_computing(rule):
+    average = tail_average(rule)
+    tree = {"w": jnp.ones((2, 3), jnp.float16), "n": jnp.arange(4), "k": jax.random.key(0)}
+    typed = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)  # noqa: E731
+    state = average.init(tree)
+    abstract = jax.eval_shape(average.init, tree)
+    assert typed(abstract) == typed(state)
+    assert typed(jax.eval_shape(average.update, abstract, tree)) == typed(state)
+    assert typed(jax.eval_shape(value, abstract)) == typed(average.value(state))
+    assert typed(jax.eval_shape(value, abstract, tree)) == typed(tree)
+
+
+@two_rules
+def test_a_batch_of_averages_is_one_average_each(rule):
+    batch = samples(60, (4, 3)).astype(np.float32)  # of steps, of averages
+    average = tail_average(rule)
+
+    def step(states, trees):
+        states = jax.vmap(average.update)(states, trees)
+        return states, jax.vmap(value)(states)
+
+    states = jax.vmap(average.init)(jnp.asarray(batch[0]))
+    states, values = jax.jit(lambda *a: lax.scan(step, *a))(states, jnp.asarray(batch))
+    assert_close(values, averages(weight_matrix(rule, 60), batch), 3e-6)
+    assert states.updates.tolist() == [60] * 4
+
+
+@two_rules
+def test_averages_of_a_batch_may_be_at_different_steps(rule):
+    """Some turn or fold while others do not."""
+    average = tail_average(rule)
+    ages = [0, 1, 9, 230]
+    trees = [samples(age + 40, seed=age).astype(np.float32) for age in ages]
+    states = [average.init(jnp.full(5, math.nan))] * 4
+    for i, age in enumerate(ages):
+        if age:
+            states[i], _ = run(average, trees[i][:age], states[i])
+    states = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+
+    def step(states, trees):
+        states = jax.vmap(average.update)(states, trees)
+        return states, jax.vmap(value)(states)
+
+    batch = np.stack([xs[-40:] for xs in trees], axis=1)
+    states, values = jax.jit(lambda *a: lax.scan(step, *a))(states, jnp.asarray(batch))
+    assert states.updates.tolist() == [age + 40 for age in ages]
+    for i, age in enumerate(ages):
+        expected = averages(weight_matrix(rule, age + 40), trees[i])[age:]
+        assert_close(values[:, i], expected, 3e-6)
+
+
+@few_rules
+def test_the_gradient_of_a_value_is_the_weights(rule):
+    average = tail_average(rule, dtype=jnp.float64)
+
+    def last(xs):
+        state, _ = lax.scan(lambda s, x: (average.update(s, x), None), average.init(xs[0]), xs)
+        return value(state)
+
+    with jax.enable_x64(True):
+        gradient = jax.jit(jax.grad(last))(jnp.asarray(samples(280, ())))
+        np.testing.assert_allclose(gradient, weight_matrix(rule, 280)[-1], rtol=1e-9, atol=1e-14)
+
+
+@two_rules
+def test_a_value_is_differentiable_in_a_later_tree(rule):
+    average = tail_average(rule)
+    state, _ = run(average, samples(50).astype(np.float32))
+    loss = lambda tree: (average.value(average.update(state, tree)) ** 2).sum()  # noqa: E731
+    gradient = jax.grad(loss)(jnp.ones(5))
+    assert np.isfinite(gradient).all()
+    assert (np.asarray(gradient) > 0).all()
+
+
+def test_an_average_is_hashed_and_compared_by_what_it_does():
+    assert tail_average(10) == tail_average(AnytimeWindow(10), dtype="float32")
+    assert hash(tail_average(10)) == hash(tail_average(Fixed(10)))
+    assert tail_average(10) != tail_average(10, dtype=jnp.float64)
+    assert tail_average(0.5).rule == AnytimeWindow(Growing(0.5))
+    assert tail_average(0.5).dtype == np.float32
+
+
+# Donation
+
+
+@few_rules
+def test_a_donated_state_is_used_up_and_nothing_else(rule):
+    average = tail_average(rule)
+    tree = {"w": jnp.ones((20, 30)), "n": jnp.arange(7), "k": jax.random.key(3)}
+    update = jax.jit(average.update, donate_argnums=0)
+    state = average.init(tree)
+    old = average.value(state)
+    kept = jax.tree.map(jnp.copy, old)
+    for _ in range(3):
+        before, state = state, update(state, tree)
+        assert before.sums["w"].is_deleted()
+        assert before.means["w"].is_deleted()
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((tree, old)))
+    assert_same(old, kept)
+    assert_same(average.value(state), kept)
+    assert state.updates == 3
+
+
+@few_rules
+@pytest.mark.parametrize("jitted", [False, True])
+def test_no_array_is_shared_between_a_tree_a_state_and_a_value(rule, jitted):
+    average = tail_average(rule)
+    init, update = (jax.jit(f) if jitted else f for f in (average.init, average.update))
+    read = jax.jit(value) if jitted else value
+    tree = {"w": jnp.ones((20, 30)), "n": jnp.arange(7), "b": jnp.array(True), "s": jnp.array(1.0)}
+    first = init(tree)
+    second = update(first, tree)
+    values = [read(first), read(second), read(second, tree)]
+    parts = [buffers(part) for part in (tree, first, second, *values)]
+    assert len(set.union(*parts)) == sum(map(len, parts))
+    assert len(buffers(first)) == len(jax.tree.leaves(first))
+
+
+@few_rules
+def test_a_state_outlives_the_tree_it_was_made_of(rule):
+    average = tail_average(rule)
+    tree = {"w": jnp.ones((20, 30)), "n": jnp.arange(7)}
+    state = average.init(tree)
+    later = average.update(state, tree)
+    used = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)(tree)
+    assert tree["w"].is_deleted()
+    assert tree["n"].is_deleted()
+    for read in (average.value(state), average.value(later)):
+        np.testing.assert_array_equal(read["w"], used["w"] - 1)
+        np.testing.assert_array_equal(read["n"], used["n"] - 1)
+
+
+@two_rules
+def test_a_step_may_donate_parameters_and_state(rule):
+    average = tail_average(rule)
+
+    def step(tree, state):
+        tree = {"w": tree["w"] + 1, "fixed": tree["fixed"], "n": tree["n"]}
+        return tree, average.update(state, tree)
+
+    step = jax.jit(step, donate_argnums=(0, 1))
+    tree = {"w": jnp.zeros(3), "fixed": jnp.ones(2), "n": jnp.arange(2)}
+    state = average.init(tree)
+    for _ in range(30):
+        tree, state = step(tree, state)
+    got = average.value(state)
+    assert_close(got["w"], np.full(3, weight_matrix(rule, 30)[-1] @ np.arange(1.0, 31)), 1e-5)
+    assert_close(got["fixed"], [1, 1], 1e-6)
+    assert got["n"].tolist() == [0, 1]
+
+
+# The compiled program
+
+LARGE = {
+    "a": jax.ShapeDtypeStruct((1000, 1000), jnp.float32),
+    "b": [jax.ShapeDtypeStruct((10**6,), jnp.float32)],
+    "c": jax.ShapeDtypeStruct((10, 100, 1000), jnp.float32),
+    "s": jax.ShapeDtypeStruct((), jnp.float32),
+}
+MIXED = {
+    "half": jax.ShapeDtypeStruct((1000, 1000), jnp.bfloat16),
+    "complex": jax.ShapeDtypeStruct((10**6,), jnp.complex64),
+    "n": jax.ShapeDtypeStruct((10**6,), jnp.int32),
+    "w": jax.ShapeDtypeStruct((1000, 1000), jnp.float32),
+}
+TINY = 10_000  # bytes; the smallest large leaf has two million
+
+
+def temporary(function, *args):
+    """The bytes that a compiled function needs besides its arguments, the first donated."""
+    program = jax.jit(function, donate_argnums=0).lower(*args).compile()
+    return program.memory_analysis().temp_size_in_bytes
+
+
+large_rules = pytest.mark.parametrize(
+    "rule",
+    [
+        AnytimeWindow(0.25, 2),
+        AnytimeWindow(10, 3),
+        AnytimeWindow(CAPPED, 5, turns="paper"),
+        Exponential(0.25),
+    ],
+    ids=short,
+)
+
+
+def assert_in_place(rule, tree):
+    average = tail_average(rule)
+    state = jax.eval_shape(average.init, tree)
+    assert temporary(average.update, state, tree) < TINY
+    read = jax.jit(value).lower(state, tree).compile().memory_analysis()
+    assert read.temp_size_in_bytes < TINY
+
+
+@large_rules
+def test_an_update_and_a_value_need_no_temporary_of_the_size_of_the_parameters(rule):
+    assert_in_place(rule, LARGE)
+
+
+@two_rules
+def test_nor_do_they_if_leaves_are_of_several_dtypes(rule):
+    assert_in_place(rule, MIXED)
+
+
+@large_rules
+def test_an_update_in_a_scan_needs_no_temporary_of_the_size_of_the_parameters(rule):
+    average = tail_average(rule)
+    state = jax.eval_shape(average.init, LARGE)
+    stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((3, *x.shape), x.dtype), LARGE)
+
+    def scan(state, trees):
+        return lax.scan(lambda state, tree: (average.update(state, tree), None), state, trees)[0]
+
+    assert temporary(scan, state, stacked) < TINY

@@ -1,0 +1,49 @@
+"""States of JAX: for one rule only, and through files."""
+
+import jax
+import numpy as np
+import pytest
+
+from cases import samples, short
+from jax_trees import Pair, assert_same, row, saved_by_orbax, two_rules
+from tailavg import AnytimeWindow, Exponential
+from tailavg.jax import TreeState, tail_average
+
+
+@pytest.mark.parametrize("other", [AnytimeWindow(10, 4), Exponential(10)], ids=short)
+def test_a_state_of_another_rule_is_refused(other):
+    state = tail_average(10).init(1.0)
+    with pytest.raises(ValueError, match=r"state: expected one of .*, got a BlockClock of another"):
+        tail_average(other).update(state, 1.0)
+    with pytest.raises(ValueError, match=r"state: expected one of Anytime"):
+        tail_average(10).update(tail_average(Exponential(10)).init(1.0), 1.0)
+
+
+def saved_by_numpy(state, path):
+    leaves, structure = jax.tree.flatten(state)
+    np.savez(path / "state.npz", *leaves)
+    with np.load(path / "state.npz") as file:
+        return structure.unflatten([file[name] for name in file.files])
+
+
+@two_rules
+@pytest.mark.parametrize("save", [saved_by_orbax, saved_by_numpy])
+def test_a_restored_run_is_the_unbroken_one_to_the_bit(rule, save, tmp_path):
+    average = tail_average(rule)
+    trees = {
+        "w": samples(80, (2, 3)).astype(np.float32),
+        "pair": Pair(samples(80, ()).astype(np.float32), np.arange(80)),
+        "none": None,
+    }
+    update = jax.jit(average.update)
+    whole = average.init(row(trees, 0))
+    for i in range(80):
+        if i == 37:
+            resumed = save(whole, tmp_path)
+            assert isinstance(resumed, TreeState)
+            assert_same(resumed, whole)
+        whole = update(whole, row(trees, i))
+        if i >= 37:
+            resumed = update(resumed, row(trees, i))
+    assert_same(resumed, whole)
+    assert_same(average.value(resumed), average.value(whole))

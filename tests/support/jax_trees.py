@@ -1,0 +1,66 @@
+"""What the tests of `tailavg.jax` share: rules, and ways to run an average over trees."""
+
+from collections import namedtuple
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from jax import lax
+
+from cases import CAPPED, short
+from tailavg import AnytimeWindow, Exponential
+
+FEW = [
+    AnytimeWindow(10),
+    AnytimeWindow(0.3, 2),
+    AnytimeWindow(CAPPED, 5, turns="paper"),
+    Exponential(10),
+    Exponential(0.3),
+]
+TWO = [AnytimeWindow(0.3), Exponential(10)]
+Pair = namedtuple("Pair", "first second")
+few_rules = pytest.mark.parametrize("rule", FEW, ids=short)
+two_rules = pytest.mark.parametrize("rule", TWO, ids=short)
+
+
+def row(trees, i):
+    return jax.tree.map(lambda x: x[i], trees)
+
+
+def run(average, trees, state=None):
+    """Update with each of the stacked trees: the last state, and all values, clocks and sizes."""
+
+    trees = jax.tree.map(jnp.asarray, trees)
+    return scanned(average, average.init(row(trees, 0)) if state is None else state, trees)
+
+
+@partial(jax.jit, static_argnums=0)
+def scanned(average, state, trees):
+    """Compiled once for all tests that have the same average and shapes."""
+
+    def step(state, tree):
+        state = average.update(state, tree)
+        return state, (average.value(state), state.clock, average.size(state))
+
+    return lax.scan(step, state, trees)
+
+
+def assert_same(got, expected):
+    """Trees that are equal to the bit, and of the same dtypes."""
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == b.dtype
+        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        np.testing.assert_array_equal(a, b)
+
+
+def saved_by_orbax(state, path):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path / "state", state)
+        checkpointer.wait_until_finished()
+        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+        return checkpointer.restore(path / "state", abstract)

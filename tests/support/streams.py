@@ -1,0 +1,75 @@
+"""`tailavg stream` as a process, and what it is given."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from model import weight_matrix
+from tailavg import TailAverage
+
+COMMAND = [sys.executable, "-m", "tailavg", "stream"]
+ENVIRONMENT = os.environ | {"COLUMNS": "400"}
+RANDOM = np.random.default_rng(5)
+NUMBERS = [f"{x:.4f}" for x in RANDOM.normal(3, 2, 300)]
+
+
+def run(*arguments, text=""):
+    data = text if isinstance(text, bytes) else text.encode()
+    process = subprocess.run(
+        [*COMMAND, *map(str, arguments)], input=data, capture_output=True, env=ENVIRONMENT
+    )
+    process.stdout, process.stderr = process.stdout.decode(), process.stderr.decode()
+    assert "Traceback" not in process.stderr
+    assert "Warning" not in process.stderr
+    return process
+
+
+def done(*arguments, text=""):
+    process = run(*arguments, text=text)
+    assert process.returncode == 0, process.stderr
+    assert not process.stderr
+    return process.stdout
+
+
+def failed(*arguments, text="", code=1):
+    process = run(*arguments, text=text)
+    assert process.returncode == code, process.stderr
+    return process.stdout, " ".join(process.stderr.replace("│", " ").split())
+
+
+def lines(texts):
+    return "".join(f"{text}\n" for text in texts)
+
+
+def expected(rule, numbers):
+    """The averages, from the weights of a model that shares no code with the library."""
+    numbers = np.array([float(x) for x in numbers])
+    return (weight_matrix(rule, len(numbers)) @ numbers).tolist()
+
+
+def close(text, averages):
+    return [float(line) for line in text.split()] == pytest.approx(averages, rel=1e-11, abs=1e-11)
+
+
+def any_tail(rule, windows, numbers):
+    """What is read of one average after each number, a list for each window."""
+    average = TailAverage(rule)
+    rows = []
+    for number in numbers:
+        average.update(float(number))
+        rows.append([average.value(window) for window in windows])
+    return [list(column) for column in zip(*rows, strict=True)]
+
+
+ROWS = [(i, x, "train" if i % 3 else "eval, slow") for i, x in enumerate(NUMBERS)]
+CSV = "step,loss,run\n" + lines(
+    f'{step},{loss},"{run}"' if "," in run else f"{step},{loss},{run}" for step, loss, run in ROWS
+)
+JSON = lines(
+    json.dumps({"step": step, "loss": float(loss), "run": run}) for step, loss, run in ROWS
+)
+LONG = [f"{x:.5f}" for x in RANDOM.normal(1, 1, 40_000)]

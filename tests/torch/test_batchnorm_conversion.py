@@ -1,0 +1,156 @@
+"""Conversion of models to BatchNorm with tail statistics and back, and their states."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from batchnorms import assert_dense, draw, kinds, net, same, snapshot, train
+from tailavg import Exponential
+from tailavg.torch.batchnorm import convert_tail_batchnorm
+from torch_models import saved
+
+# Conversion
+
+
+def test_conversion_keeps_every_object_flag_and_hook():
+    model, calls = net(), []
+    model.norm.eval()
+    model.norm.qconfig = "kept"
+    model.last.register_forward_hook(lambda *_: calls.append("hook"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    modules = dict(model.named_modules(remove_duplicate=False))
+    before = snapshot(model)
+    assert convert_tail_batchnorm(model, 0.25) is model
+    assert same(model.state_dict(), before)
+    for now, then in [
+        (dict(model.named_parameters()), parameters),
+        (dict(model.named_buffers()), buffers),
+        (dict(model.named_modules(remove_duplicate=False)), modules),
+    ]:
+        assert now.keys() == then.keys()
+        assert all(now[name] is then[name] for name in then)
+    assert model.again is model.norm
+    assert not model.norm.training
+    assert model.last.training
+    assert model.norm.qconfig == "kept"
+    assert isinstance(model.norm, nn.BatchNorm2d)
+    assert isinstance(model.last, nn.BatchNorm1d)
+    model(draw((4, 3, 3, 3), 1)[0]).pow(3).sum().backward()
+    assert calls == ["hook"]
+    optimizer.step()
+    assert not same(model.state_dict(), before)
+    assert model.norm.num_batches_tracked == 0
+    assert model.last.num_batches_tracked == model.block[1].num_batches_tracked == 1
+
+
+@kinds
+def test_a_batchnorm_itself_is_converted(kind, shape):
+    norm = convert_tail_batchnorm(kind(3), 0.25)
+    assert isinstance(norm, kind)
+    assert type(norm) is not kind
+    assert "window=Growing(c=0.25, at_most=None)" in repr(norm)
+
+
+def test_a_process_group_is_kept():
+    assert convert_tail_batchnorm(nn.SyncBatchNorm(3, process_group="group"), 5).process_group == (
+        "group"
+    )
+
+
+def test_a_momentum_of_none_becomes_torchs_default_and_others_stay():
+    model = convert_tail_batchnorm(net(), 5)
+    assert [model.norm.momentum, model.block[1].momentum] == [0.3, 0.1]
+
+
+def test_conversion_of_a_converted_model_changes_the_window():
+    batches = draw((6, 3), 20)
+    norm = convert_tail_batchnorm(convert_tail_batchnorm(nn.BatchNorm1d(3), 3), 0.5)
+    assert_dense(Exponential(0.5), batches, train(norm, batches))
+
+
+def test_what_has_no_statistics_is_left_as_it_is():
+    untracked = nn.BatchNorm1d(3, track_running_stats=False)
+    model = nn.Sequential(untracked, nn.InstanceNorm1d(3, track_running_stats=True), nn.ReLU())
+    kinds = [type(module) for module in model]
+    convert_tail_batchnorm(model, 0.25)
+    assert [type(module) for module in model] == kinds
+
+
+def test_what_is_not_torchs_own_is_left_with_a_warning_that_names_it():
+    class Mine(nn.BatchNorm2d):
+        pass
+
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.Sequential(Mine(3)), nn.LazyBatchNorm2d())
+    with pytest.warns(UserWarning, match=r"1\.0 \(Mine\), 2 \(LazyBatchNorm2d\)$") as warned:
+        convert_tail_batchnorm(model, 0.25)
+    assert len(warned) == 1
+    assert warned[0].filename == __file__
+    assert type(model[1][0]) is Mine
+    assert type(model[2]) is nn.LazyBatchNorm2d
+    assert "window" in repr(model[0])
+    x = draw((3, 3, 2, 2), 1)[0]
+    model(x)
+    with pytest.warns(UserWarning, match=r": 1\.0 \(Mine\)$"):
+        convert_tail_batchnorm(model, 0.25)  # the lazy one has become a BatchNorm2d
+    assert "window" in repr(model[2])
+    with pytest.warns(UserWarning, match=r": model \(Mine\)$"):
+        convert_tail_batchnorm(Mine(3), 0.25)
+
+
+@pytest.mark.parametrize("bad", [0, 1.5, True, "0.5", None], ids=repr)
+def test_a_bad_window_is_refused_and_nothing_converted(bad):
+    model = net()
+    with pytest.raises((ValueError, TypeError), match="window: expected"):
+        convert_tail_batchnorm(model, bad)
+    assert type(model.norm) is nn.BatchNorm2d
+
+
+# State
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit():
+    batches = draw((4, 3, 3, 3), 12)
+    whole, first, second = (convert_tail_batchnorm(net(), 0.25) for _ in range(3))
+    for x in batches:
+        whole(x)
+    for x in batches[:7]:
+        first(x)
+    second.load_state_dict(saved(first.state_dict()))
+    for x in batches[7:]:
+        second(x)
+    assert same(second.state_dict(), whole.state_dict())
+
+
+def test_the_state_dict_goes_from_plain_to_converted_and_back():
+    batches = draw((4, 3, 3, 3), 12)
+    plain, tail, back = net(), convert_tail_batchnorm(net(), 0.25), net()
+    for x in batches[:5]:
+        plain(x)
+    state = saved(plain.state_dict())
+    assert not tail.load_state_dict(state, strict=True).missing_keys
+    assert same(tail.state_dict(), plain.state_dict())
+    assert tail.state_dict()._metadata == plain.state_dict()._metadata
+    convert_tail_batchnorm(plain, 0.25)  # in place, at the same step
+    for x in batches[5:]:
+        tail(x)
+        plain(x)
+    assert tail.last.num_batches_tracked == 12
+    assert same(tail.state_dict(), plain.state_dict())
+    back.load_state_dict(saved(tail.state_dict()), strict=True)
+    assert torch.equal(back.eval()(batches[0]), tail.eval()(batches[0]))
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_goes_on_as_the_model_would(again):
+    batches = draw((4, 3, 3, 3), 8)
+    model = convert_tail_batchnorm(net(), 0.25)
+    for x in batches[:5]:
+        model(x)
+    copied = again(model)
+    for x in batches[5:]:
+        assert torch.equal(copied(x), model(x))
+    assert same(copied.state_dict(), model.state_dict())

@@ -1,0 +1,186 @@
+"""States of ParameterAverage: resumed is as never stopped, and what does not fit is refused."""
+
+import os
+import signal
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+from tailavg import AnytimeWindow, Exponential, RawTail, TailAverage
+from tailavg.torch import ParameterAverage
+from torch_models import Odd, bits, named, saved, small, snapshot, tensors_of, walked
+from torch_processes import exit_code
+
+
+def test_saving_a_state_changes_no_later_bit():
+    for rule in (AnytimeWindow(300), AnytimeWindow(0.2), Exponential(0.25), RawTail(0.5, 500)):
+        tensors = tensors_of()
+        saving, plain = ParameterAverage(tensors, rule), ParameterAverage(tensors, rule)
+        random = torch.Generator().manual_seed(0)
+        for _ in range(700):
+            for tensor in tensors.values():
+                tensor.copy_(torch.rand(3, generator=random))
+            saving.update()
+            plain.update()
+            saving.state_dict()
+        assert snapshot(saving.state_dict()) == snapshot(plain.state_dict())
+
+
+def test_a_state_is_plain_data_in_the_one_layout():
+    model = small()
+    average, _, _ = walked(model, AnytimeWindow(10, 4), 12)
+    state = average.state_dict()
+    plain = TailAverage(AnytimeWindow(10, 4))
+    plain.update_many(np.zeros(12))
+    reference = plain.state_dict()
+    for key in ("format", "version", "rule", "count", "starts"):
+        assert state[key] == reference[key], key
+    assert set(state) >= set(reference) | {"calls"}
+    assert len(state["blocks"]) == 4
+    names = [name for name, _ in model.named_parameters()]
+    for held in (*state["blocks"], state["partial"]):
+        assert list(held) == names
+        assert all(x.shape == named(model)[n].shape for n, x in held.items())
+
+    def check(value):
+        if isinstance(value, dict):
+            assert all(type(key) is str for key in value)
+            for item in value.values():
+                check(item)
+        elif isinstance(value, list):
+            for item in value:
+                check(item)
+        else:
+            assert value is None or type(value) in (str, int, float, bool, torch.Tensor), value
+
+    check(state)
+
+
+def test_a_fresh_state_has_every_tensor_so_that_it_can_be_loaded_into():
+    fresh = ParameterAverage(small(), AnytimeWindow(10, 4))
+    state = fresh.state_dict()
+    assert (state["count"], len(state["blocks"])) == (0, 4)
+    assert all(list(block) == list(state["partial"]) for block in state["blocks"])
+    used, _, _ = walked(small(), AnytimeWindow(10, 4), 33)
+    used.load_state_dict(saved(state))
+    assert used.count == 0
+    with pytest.raises(RuntimeError, match="update"):
+        used.averaged_state_dict()
+    used.update()
+    assert used.count == 1
+
+
+def test_a_state_loaded_from_an_average_that_goes_on_is_a_copy():
+    model = small()
+    average, walk, _ = walked(model, 10, 33)
+    other = ParameterAverage(small(seed=1), 10)
+    other.load_state_dict(average.state_dict())
+    before = snapshot(other.state_dict())
+    for _ in range(20):
+        walk.step()
+        average.update()
+    assert snapshot(other.state_dict()) == before
+    average.load_state_dict(average.state_dict())  # its own: nothing changes
+    assert average.count == 53
+
+
+def test_a_state_that_does_not_fit_is_refused_by_name_and_changes_nothing():
+    model, rule = small(), AnytimeWindow(10)
+    average, _, _ = walked(model, rule, 33)
+    good = saved(average.state_dict())
+    before = snapshot(average.state_dict())
+    taller = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3))
+    larger = small().append(nn.Linear(2, 2))
+
+    def state_of(other, other_rule=rule):
+        return walked(other, other_rule, 33)[0].state_dict()
+
+    def without(held, name):
+        return {key: x for key, x in held.items() if key != name}
+
+    wrong = {
+        "another shape": (state_of(taller), r"3\.weight"),
+        "unexpected name": (state_of(larger), r"4\.weight"),
+        "missing name": (state_of(small()[:2]), r"3\.weight"),
+        "missing in one block": (
+            good | {"blocks": [without(good["blocks"][0], "1.bias"), *good["blocks"][1:]]},
+            r"1\.bias",
+        ),
+        "missing in the partial sum": (
+            good | {"partial": without(good["partial"], "1.bias")},
+            r"1\.bias",
+        ),
+        "another window": (state_of(small(), AnytimeWindow(11)), "11"),
+        "other turns": (state_of(small(), AnytimeWindow(10, 4)), "accumulators"),
+        "another rule": (state_of(small(), Exponential(10)), "Exponential"),
+        "another version": (good | {"version": 2}, "version"),
+        "another format": (good | {"format": "other"}, "format"),
+        "no count": (without(good, "count"), "count"),
+        "too few blocks": (good | {"blocks": good["blocks"][1:]}, "block"),
+        "sizes that do not add up": (good | {"starts": [0, 1, 2]}, "start"),
+        "a negative count": (good | {"count": -1}, "count|start"),
+        "folded later than counted": (good | {"folded": 34}, "folded"),
+        "a tensor of another type": (
+            good | {"partial": {name: x.half() for name, x in good["partial"].items()}},
+            "float16",
+        ),
+        "a name that is no tensor": (
+            good | {"partial": good["partial"] | {"1.bias": 3}},
+            r"1\.bias",
+        ),
+        "not a dict": ([1, 2], "dict"),
+    }
+    for case, (state, match) in wrong.items():
+        with pytest.raises(ValueError, match=match):
+            average.load_state_dict(state)
+        assert snapshot(average.state_dict()) == before, case
+        assert average.count == 33, case
+
+
+def test_a_state_of_other_accumulators_is_refused():
+    for first, second in ((torch.float32, torch.float64), (torch.float64, torch.float32)):
+        average, _, _ = walked(small(), 10, 33, dtype=first)
+        other = ParameterAverage(small(), 10, dtype=second)
+        with pytest.raises(ValueError, match="float64"):
+            other.load_state_dict(saved(average.state_dict()))
+        assert other.count == 0
+
+
+def training_run(path, steps, killed):
+    """Train and average, saving all there is at times; go on from what is saved."""
+    model = Odd(compiled=False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.Adam(trained, lr=0.01)
+    average, first = ParameterAverage(model, 0.3, update_every=2), 0
+    if path.exists():
+        state = torch.load(path, weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        average.load_state_dict(state["average"])
+        first = state["step"]
+    average.attach(optimizer)
+    for step in range(first, steps):
+        optimizer.zero_grad()
+        model.loss(step).backward()
+        optimizer.step()
+        if step % 31 == 30:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            state |= {"average": average.state_dict(), "step": step + 1}
+            torch.save(state, path.with_suffix(".new"))
+            path.with_suffix(".new").replace(path)
+    if killed:
+        os.kill(os.getpid(), signal.SIGKILL)
+    average.save_averaged(path.with_suffix(".safetensors"))
+
+
+def test_a_run_that_is_killed_and_resumed_ends_as_one_that_never_stopped(tmp_path):
+    for name, steps, killed in (("a", 75, True), ("a", 130, False), ("b", 130, False)):
+        path = tmp_path / f"{name}.pt"
+        assert exit_code(training_run, path, steps, killed) == (-signal.SIGKILL if killed else 0)
+    resumed, whole = (
+        safetensors.torch.load_file(tmp_path / f"{name}.safetensors") for name in "ab"
+    )
+    assert bits(resumed) == bits(whole)
