@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from tailavg import AnyTail
-from tailavg.core.schedule import advance, turn
+from tailavg.core.clock import BlockClock
 
 RESULTS = Path(__file__).parent / "results"
 FIRST, LASTS = 1000, (10**5, 10**9)
@@ -41,10 +41,10 @@ def gaps(rule: AnyTail, last: int) -> Iterator[Gap]:
 
     The open one is no gap: it holds at most one sample more than the shortest window.
     """
-    starts, since = [0], {}
-    while (end := rule.closes(starts)) < last:
-        starts = turn(rule, starts, end)
-        now = set(pairwise(starts))
+    clock, since = BlockClock(rule), {}
+    while (end := clock.closes) < last:
+        clock.advance(end + 1)
+        now = set(pairwise(clock.starts))
         for block in since.keys() - now:
             yield *block, since.pop(block), end
         since |= dict.fromkeys(now - since.keys(), end + 1)
@@ -77,10 +77,11 @@ def worst(rule: AnyTail, shortest: Fraction, last: int) -> tuple[Fraction, Fract
 
 def mean(rule: AnyTail, shortest: Fraction) -> float:
     """The mean overhead, over hundredths and over STEPS."""
-    asked, found, starts = np.array(list(map(float, fractions(shortest)))), [], [0]
+    asked, found = np.array(list(map(float, fractions(shortest)))), []
+    clock = BlockClock(rule)
     for t in STEPS:
-        starts = advance(rule, starts, t)
-        held = t - np.array(starts[::-1])  # by the newest block, the newest two, …
+        clock.advance(t)
+        held = t - np.array(clock.starts[::-1])  # by the newest block, the newest two, …
         touched = held[np.searchsorted(held, asked * t * (1 - 1e-12))]
         found.append((touched / (asked * t)).mean())
     return float(np.mean(found))

@@ -10,7 +10,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
 
 from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, TailAverage
-from tailavg.core.schedule import advance
+from tailavg.core.clock import BlockClock, starts_at
 
 plt.switch_backend("Agg")
 plt.style.use("tableau-colorblind10")
@@ -84,7 +84,7 @@ def blocks() -> None:
     )
     lives: dict[tuple[int, int], tuple[int, int]] = {}  # a block, the steps at which it is there
     for t in range(1, last + 1):
-        starts = advance(rule, [0], t)
+        starts = starts_at(rule, t)
         above.add_patch(Rectangle((starts[-1], t - 1), t - starts[-1], 1, color="#f2b705", lw=0.5))
         for block in pairwise(starts):
             lives[block] = (lives.get(block, (t,))[0], t)
@@ -105,7 +105,7 @@ def blocks() -> None:
     above.set_title("8 accumulators: yellow is the open block, the others are darker the longer")
     average = TailAverage(rule)
     average.update_many(np.zeros(at))
-    for edge in advance(rule, [0], at):
+    for edge in starts_at(rule, at):
         below.axvline(edge, color="0.85", lw=0.9)
     for window, colour in windows.items():
         weights = window * at * average.weights(window)
@@ -123,10 +123,10 @@ def overhead() -> None:
     steps = np.geomspace(1000, 10_000, 700).astype(int)
     fractions = np.arange(10, 101) / 100
     for accumulators, colour in ((6, "C1"), (8, "C5"), (12, "C0"), (24, "C2")):
-        worst, starts = [], [0]
+        worst, clock = [], BlockClock(AnyTail(accumulators))
         for t in steps.tolist():
-            starts = advance(AnyTail(accumulators), starts, t)
-            held = t - np.array(starts[::-1])
+            clock.advance(t)
+            held = t - np.array(clock.starts[::-1])
             touched = held[np.searchsorted(held, fractions * t * (1 - 1e-12))]
             worst.append((touched / (fractions * t)).max())
         left.semilogx(steps, worst, color=colour, lw=1.2, label=f"{accumulators}")

@@ -10,7 +10,7 @@ the variance of k samples at every step.
 import numpy as np
 
 from tailavg import AnytimeWindow, TailAverage
-from tailavg.core.rules import join
+from tailavg.core.equation import join
 
 K, STEPS = 600, 6000
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tailavg.core.schedule import advance
 from torch import nn
 
 from cases import CAPPED, of_rules, samples, turns_of
+from schedule import advance
 from tailavg import AnytimeWindow, Exponential, Growing, RawTail, TailAverage
 from tailavg.core.state import state as layout
 from tailavg.jax import tail_average

@@ -1,10 +1,9 @@
 """Averages of the tail of a stream: its last k samples, or its last fraction."""
 
-from tailavg.core.anytail import AnyTail
 from tailavg.core.profile import Profile
-from tailavg.core.rules import AnytimeWindow, ExactWindow, Exponential, RawTail
-from tailavg.numpy import TailAverage
+from tailavg.core.rules import AnyTail, AnytimeWindow, ExactWindow, Exponential, RawTail
 from tailavg.core.windows import Fixed, Growing
+from tailavg.numpy import TailAverage
 
 __all__ = [
     "AnyTail",

@@ -14,14 +14,15 @@ from typing import Any, Literal
 from tailavg.core.extras import needs
 
 with needs("optax"):
-    import jax
     import jax.numpy as jnp
+
+    import jax
     import optax
 
-from tailavg.jax import TreeState, value
-from tailavg.jax import tail_average as tree_average
 from tailavg.core.rules import Rule
 from tailavg.core.windows import AnyWindow
+from tailavg.jax import TreeState, value
+from tailavg.jax import tail_average as tree_average
 
 _WRAPPERS = (optax.MaskedState, optax.transforms.PartitionState)
 _CHANGERS = {

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tailavg.core.schedule import advance, turn
 
 from anytails import TAILS, Tails, every_tail
 from cases import short
+from schedule import advance, closes, turn
 from tailavg import AnyTail, Growing, TailAverage
-from tailavg.core.profile import dense_weights, profile, reading
+from tailavg.core.profile import dense_weights, profile
+from tailavg.core.rules import windowed
 
 # The blocks
 
@@ -102,9 +103,9 @@ def turns(rule, last):
     """The blocks, with the first and the last step at which they are those."""
     starts, first = [0], 1
     while first <= last:
-        closes = rule.closes(starts)
-        yield starts, first, min(closes, last)
-        starts, first = turn(rule, starts, closes), closes + 1
+        end = closes(rule, starts)
+        yield starts, first, min(end, last)
+        starts, first = turn(rule, starts, end), end + 1
 
 
 def touched(starts, t):
@@ -157,7 +158,7 @@ def test_what_is_touched_is_what_the_profile_says():
         starts = advance(rule, [0], t)
         found = touched(np.array(starts), np.full((1, len(HUNDREDTHS)), t))[0]
         for hundredths, samples in zip(HUNDREDTHS.tolist(), found.tolist(), strict=True):
-            got = profile(reading(rule, hundredths / 100, t), starts, t)
+            got = profile(windowed(rule, hundredths / 100, t), starts, t)
             assert got.oldest_age == samples - 1, (t, hundredths)
 
 
@@ -165,7 +166,7 @@ def test_what_is_touched_is_what_the_profile_says():
 
 
 def check_effective_size(rule, window, starts, t):
-    asked = reading(rule, window, t)
+    asked = windowed(rule, window, t)
     got, k = profile(asked, starts, t), min(t, asked.size(t))
     assert got.count == t
     assert got.accumulators == rule.accumulators
@@ -209,7 +210,7 @@ def test_any_window_of_any_tail_at_any_step_has_its_size(m, shortest, t, data):
     )
     check_effective_size(rule, window, starts, t)
     if t < 10_000:
-        alpha = dense_weights(reading(rule, window, t), starts, t)
+        alpha = dense_weights(windowed(rule, window, t), starts, t)
         assert math.isclose(alpha.sum(), 1.0, rel_tol=1e-12)
         assert (alpha >= 0).all()
 

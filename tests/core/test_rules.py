@@ -9,12 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tailavg.core.schedule import advance, turn
 
 from cases import CAPPED, RULES, anytime_windows, rules, short, windows
 from model import TIE, Blocks, Window, alphas, ceiling, weight_matrix
+from schedule import advance, closes, turn
 from tailavg import AnytimeWindow, ExactWindow, Exponential, Fixed, Growing, RawTail, TailAverage
-from tailavg.core.rules import join, read
+from tailavg.core.equation import join, read
 
 STEPS = 100_000
 FIXED = [Fixed(k) for k in (1, 10, 64, 100, 997, 12_345, 200_000)]
@@ -39,8 +39,8 @@ def blocks_of(rule, steps):
     every = np.zeros((rule.accumulators, steps), np.int64)
     starts, t = [0], 0
     while t < steps:
-        end = min(steps, rule.closes(starts))
-        every[-len(starts) :, t:end] = np.reshape(starts, (-1, 1))
+        end = closes(rule, starts)
+        every[-len(starts) :, t : min(end, steps)] = np.reshape(starts, (-1, 1))
         starts, t = turn(rule, starts, end), end
     return every
 

@@ -12,14 +12,15 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from jax import lax
-from tailavg.core.schedule import advance
 
 from cases import anytime_windows, of_rules, turns_of, windows
+from schedule import advance
 from tailavg import AnytimeWindow, Exponential, Fixed, Growing, TailAverage
 from tailavg.core.profile import dense_weights
 from tailavg.core.state import state as layout
-from tailavg.core.windows import whole_part
+from tailavg.core.windows import NEVER, Steps
 from tailavg.jax import tail_average
+from tailavg.jax.clock import traced
 
 CAPPED = Growing(0.25, at_most=250_000)
 
@@ -435,63 +436,63 @@ def test_growth_keeps_its_digits_in_single_precision(window):
     np.testing.assert_allclose(growth[sure], expected[sure], rtol=1e-6, atol=1e-6)
 
 
-def tensors_of(steps):
-    """The same steps as the kinds of arrays that windows take."""
-    return [steps, torch.tensor(steps, dtype=torch.float64)]
+def in_both_widths(function, *steps):
+    """What a traced function of steps gives with integers of 32 bits, and of 64."""
+    for x64 in (False, True):
+        with jax.enable_x64(x64):
+            yield np.asarray(jax.jit(function)(*(jnp.asarray(step, int) for step in steps)))
 
 
-@given(windows, st.integers(0, 10**5), st.integers(1, 6))
-def test_a_window_is_filled_from_the_step_on_that_filled_at_tells(window, start, parts):
-    first = window.filled_at(start, parts)
-    near = np.arange(max(start + 1, min(first, 10**15) - 40), min(first, 10**15) + 40)
-    expected = near >= first
-    assert [bool(window.filled(start, t, parts)) for t in near.tolist()] == expected.tolist()
-    for steps in tensors_of(near):
-        np.testing.assert_array_equal(window.filled(start, steps, parts), expected)
+@given(windows, st.lists(st.integers(0, 10**9), min_size=1, max_size=20), st.integers(1, 6))
+def test_a_traced_window_is_filled_at_the_step_where_it_is_elsewhere(window, starts, parts):
+    expected = [window.filled_at(start, parts) for start in starts]
+    asked = traced(Exponential(window)).window
+    for got in in_both_widths(lambda start: asked.filled_at(start, parts), np.array(starts)):
+        np.testing.assert_array_equal(got, np.minimum(expected, np.iinfo(got.dtype).max))
 
 
 @given(anytime_windows, st.integers(1, 3000))
-def test_a_block_is_closed_at_the_step_that_closes_tells(rule, t):
+def test_a_traced_block_is_closed_at_the_step_where_it_is_elsewhere(rule, t):
     starts = advance(rule, [0], t)
-    end = min(rule.closes(starts), 10**15)
     padded = [0] * (rule.accumulators - len(starts)) + starts
-    near = np.arange(max(starts[-1] + 1, end - 40), end + 1)
-    expected = near >= rule.closes(starts)
-    assert [bool(rule.closed(padded, s)) for s in near.tolist()] == expected.tolist()
-    for steps in tensors_of(near):
-        np.testing.assert_array_equal(rule.closed(padded, steps), expected)
+    for got in in_both_widths(lambda *starts: traced(rule).closes(starts), *padded):
+        assert got == min(rule.closes(padded), np.iinfo(got.dtype).max)
 
 
 @of_rules([*TURNING, AnytimeWindow(CAPPED, 2), AnytimeWindow(2_500_000)])
 def test_a_block_is_closed_at_that_step_in_single_precision(rule):
-    asked = jax.jit(jax.vmap(rule.closed, in_axes=(None, 0)))
+    asked = jax.jit(lambda starts: traced(rule).closes(starts))
     for t in (500, 12_345, 10**6, 2**24 + 1, 10**8, 10**9):
         if isinstance(rule.window.limit, int) and rule.turns == "paper" and t > 10**8:
             continue  # no formula tells its blocks then
         starts = advance(rule, [0], t)
-        end = min(rule.closes(starts), 2**31 - 1000)
         padded = [0] * (rule.accumulators - len(starts)) + starts
-        near = np.arange(max(end - 500, starts[-1] + 1), end + 500)
-        closed = np.asarray(asked(jnp.asarray(padded), jnp.asarray(near, jnp.int32)))
-        np.testing.assert_array_equal(closed, near >= rule.closes(starts))
-
-
-@given(st.floats(0, 1, exclude_max=True), st.integers(0, 2**31 - 1))
-@example(1 - 2**-53, 2**31 - 1)
-@example(1 - 1e-12, 2**31 - 1)
-@example(0.5, 2**31 - 1)
-def test_the_whole_part_of_a_product_is_right_to_the_last_digit(share, t):
-    exact = Fraction(share) * t
-    whole = whole_part(share, t)
-    # what is below 4096⁻⁵ of the share is left out
-    assert math.floor(exact - Fraction(t, 4096**5)) <= whole <= math.floor(exact)
-    assert int(whole_part(share, np.int32(t))) == whole
-
-
-def test_the_whole_part_of_a_product_does_not_overflow_in_int32():
-    steps = np.unique(np.r_[:3000, np.geomspace(3000, 2**31 - 1, 20_000).astype(np.int64)])
-    for share in (0.25, 1 / 3, 1e-6, 0.3 * (1 - 1e-12), 1 - 1e-12, 1 - 2**-53):
-        got = jax.jit(partial(whole_part, share))(jnp.asarray(steps, jnp.int32))
+        got = asked(jnp.asarray(padded, jnp.int32))
         assert got.dtype == jnp.int32
-        expected = [whole_part(share, t) for t in steps.tolist()]
-        np.testing.assert_array_equal(got, expected)
+        assert got == min(rule.closes(padded), 2**31 - 1)
+
+
+@given(st.floats(1e-9, 1), st.integers(1, 6), st.integers(0, 2**31 - 1))
+@example(1 - 2**-53, 1, 2**31 - 1)
+@example(1 - 1e-12, 1, 2**31 - 1)
+@example(1.0, 1, 2**31 - 1)
+@example(0.5, 1, 2**30 - 1)
+@example(0.5, 1, 2**30)
+def test_a_step_is_stretched_to_the_last_digit(c, parts, start):
+    ratio = Growing(c).stretch(parts)
+    exact = math.ceil(Fraction(ratio, 2**60) * start)
+    assert Steps.stretched(start, ratio) == min(exact, NEVER)
+    steps = traced(AnytimeWindow(c)).window.steps
+    for got in in_both_widths(lambda start: steps.stretched(start, ratio), start):
+        assert got == min(exact, np.iinfo(got.dtype).max)
+
+
+def test_a_stretched_step_does_not_overflow_in_int32():
+    starts = np.unique(np.r_[:3000, np.geomspace(3000, 2**31 - 1, 20_000).astype(np.int64)])
+    for c in (0.25, 1 / 3, 1e-6, 0.3 * (1 - 1e-12), 1 - 1e-12, 1 - 2**-53, 1.0):
+        ratio = Growing(c).stretch(1)
+        steps = traced(AnytimeWindow(c)).window.steps
+        got = jax.jit(partial(steps.stretched, ratio=ratio))(jnp.asarray(starts, jnp.int32))
+        assert got.dtype == jnp.int32
+        expected = [Steps.stretched(start, ratio) for start in starts.tolist()]
+        np.testing.assert_array_equal(got, np.minimum(expected, 2**31 - 1))

@@ -11,7 +11,7 @@ from cases import assert_close
 from jax_trees import Pair, assert_same, two_rules
 from model import weight_matrix
 from tailavg import AnyTail, ExactWindow, Exponential, RawTail
-from tailavg.jax import BlockClock, DecayClock, TreeState, tail_average, value
+from tailavg.jax import TracedBlocks, TracedDecay, TreeState, tail_average, value
 
 # Trees
 
@@ -116,8 +116,8 @@ def test_whole_numbers_and_narrow_floats_are_taken_for_a_floating_leaf(rule):
 def test_parts_of_a_state_are_named():
     state = tail_average(10).init(1.0)
     assert state._fields == ("updates", "size", "clock", "sums", "means")
-    assert isinstance(state.clock, BlockClock)
-    assert isinstance(tail_average(Exponential(10)).init(1.0).clock, DecayClock)
+    assert isinstance(state.clock, TracedBlocks)
+    assert isinstance(tail_average(Exponential(10)).init(1.0).clock, TracedDecay)
 
 
 # Refusals

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
-from tailavg.core.schedule import advance
 
 import cases
 from cases import CAPPED, anytime_windows, assert_close, samples, short, windows
 from jax_trees import assert_same, few_rules, run
 from model import Blocks, averages, weight_matrix
+from schedule import advance
 from tailavg import AnytimeWindow, Exponential, Growing, Profile, TailAverage
 from tailavg.jax import tail_average, value
 

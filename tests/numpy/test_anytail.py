@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tailavg.core.schedule import advance
 
 from anytails import TAILS, Tails, every_tail
 from cases import FLOAT, KINDS, ROW, assert_close, chunks, every_method, short, take
 from model import Window, averages
+from schedule import advance
 from tailavg import AnyTail, Fixed, Growing, Profile, TailAverage
 from tailavg.core.windows import as_window
 

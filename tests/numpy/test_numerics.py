@@ -4,11 +4,11 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from tailavg.core.schedule import advance
 
 from cases import short
+from schedule import advance
 from tailavg import AnytimeWindow, ExactWindow, Exponential, Growing, RawTail, TailAverage
-from tailavg.core.rules import read
+from tailavg.core.equation import read
 
 OFFSET = 1e8
 LONG = 10**7

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+import schedule
 from tailavg import AnyTail, AnytimeWindow, TailAverage
 from tailavg.torch import ParameterAverage
 from torch_models import FailAt, Walk, bits, saved, small, snapshot, walked, wide
@@ -102,7 +103,7 @@ def test_a_copy_goes_its_own_way():
 
 def test_an_update_that_was_interrupted_in_a_merge_is_not_passed_over(tmp_path):
     _, average = counted(AnyTail(6), steps=300)
-    closes = average.rule.closes(average.state_dict()["starts"])
+    closes = schedule.closes(average.rule, average.state_dict()["starts"])
     while average.count < closes:
         average.update()
     state = saved(average.state_dict())

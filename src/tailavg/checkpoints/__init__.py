@@ -19,13 +19,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
 import numpy.typing as npt
 
+import numpy as np
+from tailavg.core.clock import starts_at
 from tailavg.core.files import whole_file
 from tailavg.core.profile import dense_weights
-from tailavg.core.rules import ExactWindow, Exponential, WindowRule
-from tailavg.core.schedule import advance
+from tailavg.core.rules import ExactWindow, WindowRule
 from tailavg.core.windows import Reals
 
 __all__ = ["CheckpointError", "average_checkpoints", "natural", "weights"]
@@ -62,8 +62,7 @@ def weights(rule: WindowRule, files: int) -> Reals:
     >>> weights(ExactWindow(0.5), 4)
     array([0. , 0. , 0.5, 0.5])
     """
-    starts = [] if isinstance(rule, Exponential | ExactWindow) else advance(rule, [0], files)
-    return dense_weights(rule, starts, files)
+    return dense_weights(rule, starts_at(rule, files), files)
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
 import numpy.typing as npt
 
+import numpy as np
 from tailavg.cli.common import fail
 
 __all__ = [

@@ -12,14 +12,14 @@ from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import typer
 
+import numpy as np
 from tailavg.cli.common import fail, parse_window
+from tailavg.core.clock import starts_at
 from tailavg.core.profile import Profile, newest_first
 from tailavg.core.profile import profile as summarise
 from tailavg.core.rules import AnytimeWindow, ExactWindow, Exponential, RawTail, WindowRule
-from tailavg.core.schedule import advance
 from tailavg.core.windows import Fixed, Growing, Window
 
 __all__ = ["profile"]
@@ -150,8 +150,8 @@ def _profile(rule: WindowRule, t: int) -> Profile:
 
 
 def _starts(rule: WindowRule, t: int) -> list[int]:
-    """The starts of the blocks, for a rule that has blocks."""
-    return [] if isinstance(rule, Exponential | ExactWindow) else advance(rule, [0], t)
+    """The starts of the blocks, for a rule that has a few."""
+    return [] if isinstance(rule, ExactWindow) else starts_at(rule, t)
 
 
 def _scaled(rule: WindowRule, t: int) -> tuple[WindowRule, int, int]:

@@ -16,9 +16,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import typer
 
+import numpy as np
 from tailavg import AnyTail, AnytimeWindow, ExactWindow, TailAverage
 from tailavg.cli.common import Method, fail, parse_rule, parse_windows, window_name
 from tailavg.cli.lines import (

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+from tailavg.core.equation import read
+from tailavg.core.rules import ExactWindow, Exponential, WindowRule
+from tailavg.core.windows import Reals
 
-from tailavg.core.anytail import AnyTail
-from tailavg.core.rules import AnytimeWindow, ExactWindow, Exponential, Rule, WindowRule, read
-from tailavg.core.windows import AnyWindow, Reals
-
-__all__ = ["Profile", "dense_weights", "newest_first", "profile", "reading"]
+__all__ = ["Profile", "dense_weights", "newest_first", "profile"]
 
 _CHUNK = 65536
 
@@ -33,23 +32,6 @@ class Profile:
     """The age of the oldest sample that has a weight."""
     accumulators: int
     """How many means (or, for an exact window, samples) are held."""
-
-
-def reading(rule: Rule, window: AnyWindow | None, t: int) -> WindowRule:
-    """The rule by which an average is read at step t: its own, or that of a window of `AnyTail`.
-
-    Examples:
-        >>> reading(AnyTail(), 0.25, 1000)
-        AnytimeWindow(window=Growing(c=0.25, at_most=None), accumulators=12, turns='balanced')
-    """
-    if isinstance(rule, AnyTail):
-        return AnytimeWindow(rule.window(window, t), rule.accumulators)
-    if window is not None:
-        raise ValueError(
-            f"window: expected none, since {rule} has its own, got {window!r}; "
-            "an AnyTail reads any window"
-        )
-    return rule
 
 
 def dense_weights(rule: WindowRule, starts: Sequence[int], t: int) -> Reals:

@@ -1,78 +1,65 @@
-"""Rules: the averages of the paper, as decisions about weights. No sample is ever seen here.
+"""Rules: the averages of the paper and ours, as decisions about blocks and weights.
 
-Every weight in the project comes from one equation, `root`, and from `join`, which makes it total:
+A rule is an immutable description; no sample is ever seen here.
 
-- `AnytimeWindow` (the paper's *awa*): blocks of consecutive samples, whose means `read` joins;
+- `AnytimeWindow` (the paper's *awa*): a few blocks of consecutive samples, the oldest is given up;
 - `Exponential` (*exp*): one mean, to which each sample is joined with a decay that follows t;
-- `ExactWindow` (*true*) and `RawTail` (*raw*), whose samples all weigh alike, are in `baselines`.
+- `AnyTail`: blocks that cover the whole stream, read with any window; neighbours are merged;
+- `ExactWindow` (*true*) and `RawTail` (*raw*), what the paper compares with: they need all the
+  samples, or the end in advance.
+
+A block is known by its start, the number of samples before it. The last block is open. There are
+always as many blocks as accumulators: those yet to come are empty and stand first, at 0.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from numbers import Real
 from typing import Any, Literal
 
-from tailavg.core.anytail import AnyTail
-from tailavg.core.baselines import ExactWindow, RawTail
-from tailavg.core.windows import NEVER, AnyWindow, Fixed, OfWindow, Window, smaller, whole
+import numpy as np
+from tailavg.core.equation import root
+from tailavg.core.windows import (
+    NEVER,
+    TIE,
+    AnyWindow,
+    Fixed,
+    OfWindow,
+    Window,
+    as_window,
+    fraction,
+    positive_int,
+    smaller,
+)
 
-__all__ = ["AnytimeWindow", "ExactWindow", "Exponential", "RawTail", "as_rule", "join", "read"]
+__all__ = [
+    "AnyTail",
+    "AnytimeWindow",
+    "BlockRule",
+    "ExactWindow",
+    "Exponential",
+    "RawTail",
+    "Rule",
+    "WindowRule",
+    "as_rule",
+    "windowed",
+]
 
 Turns = Literal["balanced", "paper"]
-
-
-def root(old: Any, new: Any, excess: Any) -> Any:
-    """The smaller root g of g²/old + (1-g)²/new = 1/k, where k = old + new - excess.
-
-    With this weight on a mean of `old` samples, beside a mean of `new` fresher ones, the variance
-    is that of k samples, and the old ones weigh as little as that allows.
-    """
-    total = old + new
-    return (old - (old * new * excess / (total - excess)) ** 0.5) / total
-
-
-def join(old: Any, new: Any, k: Any) -> Any:
-    """The weight of a mean of `old` samples beside a mean of `new` fresher ones, for any counts.
-
-    Where there are no k samples yet, k is what there is (all weigh the same); where the new ones
-    suffice, the old ones weigh nothing. Numbers or arrays: plain arithmetic, no branch.
-
-    Examples:
-        >>> join(100, 50, 100), join(30, 10, 100), join(100, 100, 100)
-        (0.3333333333333333, 0.75, 0.0)
-    """
-    excess = old + new - k
-    return abs((new < k) * root(old, new, (excess > 0) * excess))  # 0.0, not -0.0
-
-
-def read(sizes: Sequence[Any], k: Any) -> list[Any]:
-    """The weights of the means of consecutive blocks of `sizes` samples, oldest first.
-
-    A fold of `join`, newest first. Blocks count in full while they total less than k; the one
-    that completes k gets what the variance asks; anything older gets 0.
-
-    Examples:
-        >>> read([100, 40, 10], k=100)
-        [0.3333333333333333, 0.5333333333333334, 0.13333333333333333]
-    """
-    weights: list[Any] = []
-    newer = 0
-    for size in reversed(sizes):
-        g = join(size, newer, k)
-        weights = [g, *(weight * (1.0 - g) for weight in weights)]
-        newer += size
-    return weights
 
 
 @dataclass(frozen=True, init=False)
 class AnytimeWindow(OfWindow):
     """The paper's anytime window average, for any window and number of accumulators.
 
-    A block is known by its start, the number of samples before it; the last one is open. It is
-    closed when it has its share of the window *and* the blocks after the oldest, which makes room,
-    hold the whole window. `turns="paper"` does not wait for the share when the window grows: that
-    is the paper's rule, and it spends accumulators on small blocks.
+    The open block is closed when it has its share of the window *and* the blocks after the oldest,
+    which makes room, hold the whole window. `turns="paper"` does not wait for the share when the
+    window grows: that is the paper's rule, and it spends accumulators on small blocks.
     """
 
     window: Window
@@ -83,7 +70,7 @@ class AnytimeWindow(OfWindow):
         super().__init__(window)
         if turns not in ("balanced", "paper"):
             raise ValueError(f'turns: expected "balanced" or "paper", got {turns!r}')
-        object.__setattr__(self, "accumulators", whole(accumulators, "accumulators", least=2))
+        object.__setattr__(self, "accumulators", positive_int(accumulators, "accumulators", 2))
         object.__setattr__(self, "turns", turns)
 
     @property
@@ -91,27 +78,34 @@ class AnytimeWindow(OfWindow):
         """Whether a block waits for its share of the window."""
         return self.turns == "balanced" or isinstance(self.window, Fixed)
 
-    def closes(self, starts: Sequence[int]) -> int:
-        """The step after which the open block takes no more samples."""
-        z = self.accumulators - 1
-        end = self.window.filled_at(starts[-1], z) if self._shared else starts[-1] + 1
-        return max(end, self.window.filled_at(starts[1])) if len(starts) > z else end
-
-    def closed(self, starts: Sequence[Any], t: Any) -> Any:
-        """Whether it takes none after step t, also for traced integers; empty blocks come first.
+    def closes(self, starts: Sequence[Any]) -> Any:
+        """The step after which the open block takes no more samples.
 
         Examples:
-            >>> [AnytimeWindow(100).closed([0, 0, 50], t) for t in (99, 100)]
-            [False, True]
+            >>> AnytimeWindow(100).closes([0, 0, 50]), AnytimeWindow(100).closes([0, 50, 100])
+            (100, 150)
         """
-        spare = (starts[0] == starts[1]) | self.window.filled(starts[1], t)
-        if not self._shared:
-            return spare & (t > starts[-1])
-        return spare & self.window.filled(starts[-1], t, self.accumulators - 1)
+        window, steps = self.window, self.window.steps
+        if self._shared:
+            end = window.filled_at(starts[-1], self.accumulators - 1)
+        else:
+            end = steps.later(starts[-1], 1)
+        spare = steps.larger(end, window.filled_at(starts[1]))
+        return steps.choose(starts[0] == starts[1], end, spare)  # while one is empty, none is lost
 
-    def uniform_until(self, t: int) -> int:
-        """The step until which, from step t on, a turn depends on the blocks' sizes alone."""
-        return NEVER if self.window.size(t) == self.window.limit else 0
+    def alike_until(self, starts: Sequence[int], size: int) -> int:
+        """If all blocks are of this size: the last start of one that will be, too.
+
+        Examples:
+            >>> AnytimeWindow(0.001).alike_until([0, 1, 2], 1)
+            1000
+        """
+        z = self.accumulators - 1
+        if not self._shared and size > 1:
+            return -1
+        share = self.window.filled_until(starts[-1], size, z) if self._shared else NEVER
+        # z blocks must hold the window when the last of them is closed
+        return min(share, self.window.filled_until(starts[1], z * size) + (z - 1) * size)
 
 
 @dataclass(frozen=True, init=False)
@@ -153,6 +147,137 @@ class Exponential(OfWindow):
         return smaller(t - 1, before), 1.0, (t - 1 >= before) * (1.0 - self.window.growth(t))
 
 
+@dataclass(frozen=True)
+class AnyTail:
+    """Every tail at once: any window from the fraction `shortest` of the stream to all of it.
+
+    Read with a window: `value(0.3)`, `value(5000)`. More accumulators, fewer samples beyond it.
+
+    Blocks cover the whole stream. A window is read from the newest of them that hold it: all
+    samples of the block that completes it are touched, so the fewer they are beyond the window, the
+    better. Blocks are therefore merged so that their ages stay close to a geometric series.
+
+    Examples:
+        >>> from tailavg import TailAverage
+        >>> average = TailAverage(AnyTail())
+        >>> average.update_many(range(1000))
+        >>> [round(average.value(c), 1) for c in (0.25, 0.5, 1.0)]  # of 874.5, 749.5, 499.5
+        [877.0, 751.1, 499.5]
+    """
+
+    accumulators: int = 12
+    shortest: float = 0.1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "accumulators", positive_int(self.accumulators, "accumulators", 6))
+        shortest = self.shortest
+        if isinstance(shortest, bool | np.bool_) or not isinstance(shortest, Real):
+            raise TypeError(f"shortest: expected a fraction in (0, 1), got {shortest!r}")
+        if not (1e-6 <= shortest < 1 and float(shortest) < 1):
+            raise ValueError(f"shortest: expected a fraction in [0.000001, 1), got {shortest!r}")
+        object.__setattr__(self, "shortest", float(shortest))
+
+    @cached_property
+    def _share(self) -> Fraction:
+        """The part of the stream that a block has when the next is opened: at most `shortest`.
+
+        Larger blocks are worse as long as they are the newest, smaller ones force more merges: the
+        best share was found by simulation, and this fits it.
+        """
+        c = self.shortest
+        best = (0.3 + 2.0 * math.log(1.0 / c) / (1.0 - c)) / (self.accumulators - 1)
+        thousandths = max(1, min(1000, round(1000 * best)))
+        return Fraction(thousandths, 1000) * fraction(c)
+
+    def closes(self, starts: Sequence[int]) -> int:
+        """The step after which the open block takes no more samples: the first with its share."""
+        last = starts[-1]
+        if starts[0] == starts[1]:  # one is empty
+            return last + 1
+        rest = 1 - self._share
+        return max(last + 1, -(-last * rest.denominator // rest.numerator))
+
+    def merged(self, starts: Sequence[int], t: int) -> int:
+        """The block that is merged with the one before it when a block is opened at step t.
+
+        The two whose joint size is least against the samples since their end: that ratio is what
+        a window that ends inside them touches too much. If no window that is allowed ends there
+        yet, it counts as it will when the first one does.
+        """
+        p, q = fraction(self.shortest).as_integer_ratio()
+        best, least, since = 0, 1, 0  # their size and the samples since, of the best so far
+        for block, end in enumerate([*starts[2:], t], start=1):
+            size, after = end - starts[block - 1], max((q - p) * (t - end), p * end)
+            if size * since < least * after:  # the ratios, compared in whole numbers
+                best, least, since = block, size, after
+        return best
+
+    def window(self, window: AnyWindow | None, t: int) -> Window:
+        """The window that is asked for, if it can be read at step t."""
+        expected = (
+            f"expected a window of at least {self.shortest:g} of the samples so far, "
+            f"{self.shortest * t:g} of {t}"
+        )
+        if window is None:
+            raise ValueError(f"window: {expected}, since AnyTail has none of its own; got none")
+        found = as_window(window)
+        if found.size(t) < self.shortest * t * (1 - float(TIE)):
+            raise ValueError(f"window: {expected}, got {window!r}")
+        return found
+
+
+@dataclass(frozen=True, init=False)
+class ExactWindow(OfWindow):
+    """The true average of the last ⌈k_t⌉ samples, which it stores."""
+
+    window: Window
+
+    def samples(self, t: Any) -> Any:
+        """How many samples are averaged at step t: the ceiling of k_t, or all there are.
+
+        Examples:
+            >>> ExactWindow(0.07).samples(100), ExactWindow(0.07).samples(101)
+            (7, 8)
+        """
+        if isinstance(t, np.ndarray):
+            return np.minimum(t, np.ceil(self.window.size(t))).astype(np.int64)
+        return min(t, math.ceil(self.window.size(t)))
+
+
+@dataclass(frozen=True, init=False)
+class RawTail(OfWindow):
+    """The standard tail average: the mean of the last k_T of `total` samples, begun when they come.
+
+    Before that its value is the latest sample; past `total` it is the mean of all since its start.
+    """
+
+    window: Window
+    total: int
+    accumulators = 1
+
+    def __init__(self, window: AnyWindow, total: int) -> None:
+        super().__init__(window)
+        object.__setattr__(self, "total", positive_int(total, "total"))
+
+    @property
+    def first(self) -> int:
+        """How many samples come before the tail."""
+        return self.total - int(min(self.total, math.ceil(self.window.size(self.total))))
+
+    def size(self, t: Any) -> Any:
+        """How many samples are averaged at step t."""
+        most = np.maximum if isinstance(t, np.ndarray) else max
+        return most(1.0, t - self.first)
+
+    def closes(self, starts: Sequence[int]) -> int:
+        """As in `AnytimeWindow`: every sample is a block until the tail, which is one for good."""
+        return starts[-1] + 1 if starts[-1] < self.first else NEVER
+
+    def alike_until(self, starts: Sequence[int], size: int) -> int:
+        """As in `AnytimeWindow`."""
+        return self.first - 1 if size == 1 else -1
+
+
 BlockRule = AnytimeWindow | RawTail
 WindowRule = BlockRule | Exponential | ExactWindow
 Rule = WindowRule | AnyTail
@@ -161,3 +286,20 @@ Rule = WindowRule | AnyTail
 def as_rule(rule: AnyWindow | Rule) -> Rule:
     """A rule, or the window or number that stands for an `AnytimeWindow` over it."""
     return rule if isinstance(rule, Rule) else AnytimeWindow(rule)
+
+
+def windowed(rule: Rule, window: AnyWindow | None, t: int) -> WindowRule:
+    """The rule by which an average is read at step t: its own, or that of a window of `AnyTail`.
+
+    Examples:
+        >>> windowed(AnyTail(), 0.25, 1000)
+        AnytimeWindow(window=Growing(c=0.25, at_most=None), accumulators=12, turns='balanced')
+    """
+    if isinstance(rule, AnyTail):
+        return AnytimeWindow(rule.window(window, t), rule.accumulators)
+    if window is not None:
+        raise ValueError(
+            f"window: expected none, since {rule} has its own, got {window!r}; "
+            "an AnyTail reads any window"
+        )
+    return rule

@@ -35,10 +35,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from tailavg.core.anytail import AnyTail
 from tailavg.core.files import whole_file
-from tailavg.core.rules import AnytimeWindow, ExactWindow, Exponential, RawTail, Rule
+from tailavg.core.rules import AnyTail, AnytimeWindow, ExactWindow, Exponential, RawTail, Rule
 from tailavg.core.windows import Fixed, Growing
 
 __all__ = [
@@ -49,6 +47,7 @@ __all__ = [
     "check_nan_policy",
     "check_steps",
     "named",
+    "nothing_yet",
     "plain",
     "read_file",
     "rule_from",
@@ -278,3 +277,10 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
         state["blocks"] = state["blocks"].tolist()
         state["partial"] = state["partial"].item()
     return state
+
+
+def nothing_yet(call: str, hint: str = "") -> ValueError:
+    """What every framework raises for a read before the first sample."""
+    return ValueError(
+        f"{call}: expected at least one sample before the first read, got none{hint}"
+    )

@@ -1,7 +1,8 @@
 """Windows: how many samples an average is over, k_t, as the stream goes on.
 
-A window knows two things: its size at step t, and when a run of consecutive samples will fill
-it, or fill a block's share of it. Everything an average decides follows from these two.
+A window answers two questions: how large it is at step t, and at which step the samples since
+another step will fill it, or a block's share of it. Every decision follows from these two. The
+second answer is whole-number arithmetic, so that every framework turns at the same sample.
 """
 
 from __future__ import annotations
@@ -11,26 +12,61 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, ClassVar
 
-import numpy as np
 import numpy.typing as npt
 
-__all__ = ["NEVER", "TIE", "AnyWindow", "Fixed", "Growing", "OfWindow", "Window", "as_window"]
+import numpy as np
+
+__all__ = [
+    "BITS",
+    "NEVER",
+    "TIE",
+    "AnyWindow",
+    "Fixed",
+    "Growing",
+    "OfWindow",
+    "Steps",
+    "Window",
+    "as_window",
+    "fraction",
+    "positive_int",
+    "smaller",
+]
 
 Reals = npt.NDArray[np.float64]
 
 NEVER = 2**63 - 1
 """A step that no stream reaches: when something that will not happen is due."""
 
-TIE = 1e-12
+TIE = Fraction(1, 10**12)
 """A count reaches a real number that it misses by this much of it: 7 reaches 0.07 * 100."""
 
-NUMBER = (int, float, np.number)
-"""One number, for which there are branches; else many, or a tensor whose value is unknown yet.
+_TIE = float(TIE)
+BITS = 60
+"""Of the fraction by which steps are stretched."""
 
-Those have the methods `clip` and `round`, of NumPy, PyTorch and JAX alike.
-"""
+
+class Steps:
+    """Arithmetic on steps, which are Python integers. `tailavg.jax` has one for traced integers."""
+
+    last = NEVER
+    """The last step there can be."""
+
+    later = staticmethod(int.__add__)
+    """later(step, n): n steps later."""
+    larger = staticmethod(max)
+    """larger(a, b): the later of two steps."""
+
+    @staticmethod
+    def choose(flag: Any, a: Any, b: Any) -> Any:
+        """`a` if the flag is set, otherwise `b`."""
+        return a if flag else b
+
+    @staticmethod
+    def stretched(step: Any, ratio: int) -> Any:
+        """The first step that is not before `step` times `ratio` / 2⁶⁰."""
+        return min(NEVER, -(-step * ratio >> BITS))
 
 
 @dataclass(frozen=True)
@@ -44,8 +80,10 @@ class Fixed:
 
     k: int
 
+    steps: ClassVar[Steps] = Steps()
+
     def __post_init__(self) -> None:
-        object.__setattr__(self, "k", whole(self.k, "k"))
+        object.__setattr__(self, "k", positive_int(self.k, "k"))
 
     @property
     def limit(self) -> int:
@@ -60,18 +98,23 @@ class Fixed:
         """k_t - k_{t-1}: none."""
         return 0.0
 
-    def filled(self, start: Any, t: Any, parts: int = 1) -> Any:
-        """Whether the samples after step `start`, up to step t, make a `parts`-th of the window."""
-        return t - start >= comparable(-(-self.k // parts))
-
-    def filled_at(self, start: int, parts: int = 1) -> int:
-        """The first step t at which they do.
+    def filled_at(self, start: Any, parts: int = 1) -> Any:
+        """The first step at which the samples after `start` make a `parts`-th of the window.
 
         Examples:
             >>> Fixed(100).filled_at(5000, parts=3)
             5034
         """
-        return start + -(-self.k // parts)
+        return self.steps.later(start, -(-self.k // parts))
+
+    def filled_until(self, start: int, size: int, parts: int = 1) -> int:
+        """The last step, of those from `start` on, after which `size` samples are enough for that.
+
+        Examples:
+            >>> Fixed(100).filled_until(0, 34, parts=3) == NEVER
+            True
+        """
+        return NEVER if size >= -(-self.k // parts) else start - 1
 
 
 @dataclass(frozen=True)
@@ -86,6 +129,8 @@ class Growing:
     c: float
     at_most: int | None = None
 
+    steps: ClassVar[Steps] = Steps()
+
     def __post_init__(self) -> None:
         c = self.c
         if isinstance(c, bool | np.bool_) or not isinstance(c, Real):
@@ -94,8 +139,8 @@ class Growing:
             raise ValueError(f"c: expected a fraction in (0, 1], got {c!r}")
         object.__setattr__(self, "c", float(c))
         if self.at_most is not None:
-            object.__setattr__(self, "at_most", whole(self.at_most, "at_most"))
-        _ = self._ratio, self._most  # looked up now: a compiler that traces `size` could not
+            object.__setattr__(self, "at_most", positive_int(self.at_most, "at_most"))
+        _ = self.ratio, self.most  # looked up now: a compiler that traces `size` could not
 
     @property
     def limit(self) -> int | None:
@@ -105,44 +150,40 @@ class Growing:
     def size(self, t: Any) -> Any:
         """k_t = ct, at least 1 and at most the cap: a real number, without the paper's ceiling.
 
-        What misses a whole number by rounding is that number.
+        A size that misses a whole number by rounding is that number.
 
         Examples:
             >>> 0.07 * 100, Growing(0.07).size(100)
             (7.000000000000001, 7.0)
         """
-        over, under, exact = self._ratio
+        over, under, exact = self.ratio
         k = over * t
         k /= under
-        number = isinstance(k, NUMBER)
-        # a compiler may multiply by 1 / under instead, and miss a whole number by the last digit
-        compiled = not (number or isinstance(k, np.ndarray))
-        if compiled or not exact:
-            off = (round(k) if number else k.round()) - k
-            tie = 2.0**-52 if exact else TIE
-            tie = 4e-7 if is_single(k) else tie
-            k = k + (abs(off) <= tie * k) * off
-        if number:
-            return 1.0 if k < 1.0 else self._most if k > self._most else float(k)
-        if isinstance(k, np.ndarray):
-            return k.clip(1.0, self._most, out=k)  # in place: a new array costs more
-        return k.clip(1.0, self._most)
+        if isinstance(k, float):
+            if not exact and abs(round(k) - k) <= _TIE * k:
+                k = float(round(k))
+            return 1.0 if k < 1.0 else self.most if k > self.most else k
+        if not exact:
+            off = k.round() - k
+            k += (abs(off) <= _TIE * k) * off
+        # in place where that is possible: a new array costs more
+        return k.clip(1.0, self.most, **({"out": k} if isinstance(k, np.ndarray) else {}))
 
     @cached_property
-    def _most(self) -> float:
+    def most(self) -> float:
         return math.inf if self.at_most is None else float(self.at_most)
 
     @cached_property
-    def _ratio(self) -> tuple[float, float, bool]:
+    def ratio(self) -> tuple[float, float, bool]:
         """c as a ratio of whole numbers, 7 / 100 for 0.07: 7 * 100 / 100 is 7, without rounding.
 
-        If none below a million give c to the last digit, c / 1, inexact: then a size that misses
-        a whole number by a `TIE` is taken for it.
+        If no small ones give c to the last digit, c / 1, inexact: then a size that misses a whole
+        number by a `TIE` is taken for it.
         """
-        ratio = Fraction(self.c).limit_denominator(10**6)
-        if abs(float(ratio) - self.c) <= 2.0**-52 * self.c:
-            return float(ratio.numerator), float(ratio.denominator), True
-        return self.c, 1.0, False
+        ratio = fraction(self.c)
+        exact = ratio.denominator <= 10**6
+        return (float(ratio.numerator), float(ratio.denominator), True) if exact else (
+            self.c, 1.0, False)
 
     def growth(self, t: Any) -> Any:
         """k_t - k_{t-1}, also where single precision cannot tell the two apart.
@@ -152,64 +193,82 @@ class Growing:
             [0.0, 0.2, 0.3, 0.3, 0.2, 0.0]
         """
         before, k = self.size(t - 1), self.size(t)
-        between = (before > 1.0) & (k < self._most)
+        between = (before > 1.0) & (k < self.most)
         growth = k - before
         return growth + between * (self.c - growth)
 
-    def filled(self, start: Any, t: Any, parts: int = 1) -> Any:
-        """Whether the samples after step `start`, up to step t, make a `parts`-th of the window.
+    def filled_at(self, start: Any, parts: int = 1) -> Any:
+        """The first step at which the samples after `start` make a `parts`-th of the window.
 
-        A growing window is shared out in equal *ratios*, not sizes: when each block is the
-        share (1 - (1-c)^(1/parts)) of the stream as it is closed, `parts` of them cover c.
-        """
-        share, rest = _shares(self.c, parts)
-        if is_single(share * t):  # which has too few digits
-            reached = t - start > whole_part(share, t)
-        elif share < 0.5:
-            reached = t - start >= share * t
-        else:  # the same, with the digits that share t would lose
-            reached = t * rest >= start
-        if self.at_most is None:
-            return reached
-        capped = comparable(self._capped_from)
-        full = Fixed(self.at_most).filled(start, t, parts)
-        return (t < capped) & reached | (t >= capped) & full
-
-    def filled_at(self, start: int, parts: int = 1) -> int:
-        """The first step t at which they do.
+        A growing window is shared out in equal *ratios*, not sizes: when each block is the share
+        1 - (1-c)^(1/parts) of the stream as it is closed, `parts` of them cover c.
 
         Examples:
             >>> Growing(0.25).filled_at(3000), Growing(0.25).filled_at(3000, parts=2)
             (4000, 3465)
         """
-        _, rest = _shares(self.c, parts)
-        t = NEVER if start >= NEVER * rest else max(start + 1, math.floor(start / rest) - 1)
-        if self.at_most is not None and t > self._capped_from:
-            t = max(self._capped_from, Fixed(self.at_most).filled_at(start, parts))
-        while t < NEVER and not self.filled(start, t, parts):
-            t += 1
-        return t
+        steps = self.steps
+        growing = steps.larger(
+            steps.later(start, 1), steps.stretched(start, self.stretch(parts))
+        )
+        if self.at_most is None:
+            return growing
+        capped = min(self._capped_from, steps.last)
+        fixed = steps.larger(steps.later(start, -(-self.at_most // parts)), capped)
+        return steps.choose(growing < capped, growing, fixed)
+
+    def filled_until(self, start: int, size: int, parts: int = 1) -> int:
+        """The last step, of those from `start` on, after which `size` samples are enough for that.
+
+        Examples:
+            >>> Growing(0.25).filled_until(10, 1000), Growing(0.25).filled_at(3000)
+            (3000, 4000)
+        """
+        growing = (size << BITS) // (self.stretch(parts) - (1 << BITS))
+        if self.at_most is None:
+            return growing
+        if start >= self._capped_from:
+            return Fixed(self.at_most).filled_until(start, size, parts)
+        return min(growing, self._capped_from - 1 - size)
+
+    def stretch(self, parts: int) -> int:
+        """t / start, times 2⁶⁰, where the samples between them are a `parts`-th of the window."""
+        return _stretch(self.c, parts)
 
     @cached_property
     def _capped_from(self) -> int:
         """The first step at which the window has reached its cap: it is a fixed one from there."""
-        t = max(1, math.floor(self._most / self.c) - 1)
-        while self.size(t) < self._most:
-            t += 1
-        return t
+        assert self.at_most is not None
+        exact = self.ratio[2]
+        return max(1, math.ceil(self.at_most * (1 if exact else 1 - TIE) / fraction(self.c)))
 
 
 @lru_cache
-def _shares(c: float, parts: int) -> tuple[float, float]:
-    """A `parts`-th of the window, as a fraction of the stream, and what that leaves of it.
+def fraction(c: float) -> Fraction:
+    """c as a fraction: one of small numbers, if it gives c to the last digit.
 
-    Ties are forgiven.
+    Examples:
+        >>> fraction(0.07), fraction(1 / 3)
+        (Fraction(7, 100), Fraction(1, 3))
     """
-    share, rest = c, 1.0 - c
-    if parts > 1:
-        rest **= 1.0 / parts
-        share = -math.expm1(math.log1p(-share) / parts) if share < 1.0 else 1.0
-    return share * (1.0 - TIE), rest + share * TIE
+    ratio = Fraction(c).limit_denominator(10**6)
+    return ratio if abs(float(ratio) - c) <= 2.0**-52 * c else Fraction(c)
+
+
+@lru_cache
+def _stretch(c: float, parts: int) -> int:
+    """t / start, times 2⁶⁰, where the samples between them are a `parts`-th of a growing window.
+
+    With this one ratio all steps are computed. It is rounded down and so forgives ties.
+    """
+    if c == 1.0:
+        return NEVER << BITS
+    share = fraction(c)
+    rest = 1 - share
+    if parts > 1:  # irrational: whichever is smaller keeps its digits
+        share = Fraction(-math.expm1(math.log1p(-c) / parts))
+        rest = 1 - share if share < 0.5 else Fraction(float(rest) ** (1.0 / parts))
+    return math.floor((1 << BITS) / (rest + share * TIE))
 
 
 Window = Fixed | Growing
@@ -235,40 +294,8 @@ def as_window(window: AnyWindow) -> Window:
     raise ValueError(f"window: {expected}, got {window!r}")
 
 
-def is_single(x: Any) -> bool:
-    """Whether these are numbers of JAX in single precision; PyTorch counts in double."""
-    dtype = getattr(x, "dtype", None)
-    return isinstance(dtype, np.dtype) and dtype == np.float32
-
-
-def comparable(n: int) -> int | float:
-    """A whole number that integers of 32 bits can be compared with."""
-    return n if n < 2**31 else float(n)
-
-
-def whole_part(share: float, t: Any) -> Any:
-    """The whole part of share t, for a share below 1, where single precision would not do.
-
-    A long multiplication to the base 2¹², in integers of 32 bits.
-
-    Examples:
-        >>> whole_part(0.25, 10**9), whole_part(1 / 3, 10**9)
-        (250000000, 333333333)
-    """
-    digits = [int(share * 4096**place) % 4096 for place in range(5, 0, -1)]  # smallest first
-    places = [t & 4095, t >> 12 & 4095, t >> 24]
-    columns = [
-        sum(digit * places[at - i] for i, digit in enumerate(digits) if 0 <= at - i < 3)
-        for at in range(7)
-    ]
-    carry = 0
-    for column in columns[:5]:
-        carry = (carry + column) >> 12
-    return carry + columns[5] + (columns[6] << 12)
-
-
 class OfWindow:
-    """What rules share: a window, in the place of which a number will do."""
+    """What rules share: a window, or the number that stands for one."""
 
     window: Window
 
@@ -282,10 +309,10 @@ class OfWindow:
 
 def smaller(a: Any, b: Any) -> Any:
     """The smaller of two numbers, or of each two in arrays or tensors."""
-    return min(a, b) if isinstance(a, NUMBER) else a.clip(None, b)
+    return min(a, b) if isinstance(a, int | float | np.number) else a.clip(None, b)
 
 
-def whole(value: object, name: str, least: int = 1) -> int:
+def positive_int(value: object, name: str, least: int = 1) -> int:
     """`value` as an int, if it is a whole number of at least `least`."""
     if isinstance(value, bool | np.bool_) or not isinstance(value, Integral):
         raise TypeError(

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator, ScalarFormatter
 
+import numpy as np
 from tailavg import TailAverage
+from tailavg.core.rules import WindowRule
 from tailavg.experiments.claims import FIRST, MARGIN, ratios
 from tailavg.experiments.regression import (
     EVERY_TAIL,
@@ -30,7 +31,6 @@ from tailavg.experiments.regression import (
     methods,
     turns,
 )
-from tailavg.core.rules import WindowRule
 
 __all__ = ["Figure", "exact", "inline", "make", "mean", "samples_touched", "save"]
 

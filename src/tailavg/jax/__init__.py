@@ -11,7 +11,7 @@ average.value(state, like=params)        # for evaluation
 from tailavg.core.extras import needs
 
 with needs("jax"):
-    from tailavg.jax.clocks import BlockClock, DecayClock
+    from tailavg.jax.clock import TracedBlocks, TracedDecay
     from tailavg.jax.trees import TreeAverage, TreeState, tail_average, value
 
-__all__ = ["BlockClock", "DecayClock", "TreeAverage", "TreeState", "tail_average", "value"]
+__all__ = ["TracedBlocks", "TracedDecay", "TreeAverage", "TreeState", "tail_average", "value"]

@@ -15,18 +15,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
-import jax
 import jax.numpy as jnp
+
+import jax
 import numpy as np
 from jax import Array, lax
-
-from tailavg.core import clocks
 from tailavg.core import state as layout
-from tailavg.jax.clocks import BlockClock, DecayClock, Step, first_clock
+from tailavg.core.clock import folding_clock_for
 from tailavg.core.profile import Profile, profile
 from tailavg.core.rules import AnytimeWindow, Exponential, Rule, as_rule
-from tailavg.core.schedule import SUM
 from tailavg.core.windows import AnyWindow
+from tailavg.jax.clock import Step, TracedBlocks, TracedDecay, first_clock, restored, traced
 
 __all__ = ["TreeAverage", "TreeState", "tail_average", "value"]
 
@@ -40,7 +39,7 @@ class TreeState(NamedTuple):
     """The number of them so far, t."""
     size: Array
     """The size of the window, k_t."""
-    clock: BlockClock | DecayClock
+    clock: TracedBlocks | TracedDecay
     """Which samples are where."""
     sums: Tree
     """The samples that are in no mean yet, summed; what is not averaged, as it came last."""
@@ -100,7 +99,8 @@ class TreeAverage:
                 f"state: expected one of {self.rule}, got a {type(clock).__name__} of another rule "
                 "or number of accumulators; update it with the average whose init made it"
             )
-        step, clock = clock.step(self.rule, state.updates)
+        rule = traced(self.rule)
+        step, clock = clock.step(rule, state.updates)
         averaged = [i for i, mean in enumerate(means) if mean is not None]
         held, totals = _fold(step, [means[i] for i in averaged], [sums[i] for i in averaged])
         new = list(leaves)  # what is not averaged stays as it came
@@ -109,7 +109,7 @@ class TreeAverage:
         updates = state.updates + 1
         return TreeState(
             updates=updates,
-            size=jnp.asarray(self.rule.size(updates), state.size.dtype),
+            size=jnp.asarray(rule.size(updates), state.size.dtype),
             clock=jax.tree.map(lambda new, old: new.astype(old.dtype), clock, state.clock),
             sums=structure.unflatten(new),
             means=structure.unflatten(means),
@@ -137,7 +137,7 @@ class TreeAverage:
         """
         count = int(state.updates)
         if not count:
-            raise ValueError("profile: expected at least one update before it, got none")
+            raise layout.nothing_yet("profile")
         starts, _ = state.clock.blocks(count)
         return profile(self.rule, starts, count)
 
@@ -155,11 +155,7 @@ class TreeAverage:
         }
         nothing = {name: np.zeros_like(total) for name, total in partial.items()}
         blocks = [{name: np.array(mean[place]) for name, mean in means.items()} for place in places]
-        if isinstance(state.clock, DecayClock):  # other storages sum with other factors
-            average = _named(value(state))
-            blocks = [{name: np.array(average[name]) for name in means} for _ in starts]
-            folded, partial = count, nothing
-        elif starts and folded == starts[-1]:  # an older block is still in that place
+        if starts and folded == starts[-1]:  # an older block is still in that place
             blocks[-1] = nothing
         return layout.state(
             self.rule,
@@ -188,8 +184,7 @@ class TreeAverage:
             raise ValueError(f"state: expected {self.rule}, got one of {rule}; make the average so")
         count, starts, folded = saved["count"], list(saved["starts"]), saved["folded"]
         layout.check_steps(count, starts, folded)
-        # the clock of the other frameworks: it checks the steps, and knows how their sums are read
-        clock = clocks.clock_for(self.rule)
+        clock = folding_clock_for(self.rule)
         clock.restore(count, starts, folded)
         state = self.init(tree)
         most = np.iinfo(state.updates.dtype).max
@@ -204,13 +199,7 @@ class TreeAverage:
         if not count:
             return state
         nothing = {name: np.zeros(shape) for name, shape in shapes.items()}
-        room = self.rule.accumulators - len(starts)
-        scalars: dict[str, Any] = {"folded": folded, "starts": [0] * room + starts}
-        if isinstance(self.rule, Exponential):  # other storages sum with other factors
-            terms = [(w, partial if block == SUM else blocks[block]) for w, block in clock.terms()]
-            blocks = [{name: sum(w * part[name] for w, part in terms) for name in shapes}]
-            partial, scalars = nothing, {"folded": count, "share": 0.0}
-        blocks = [*[nothing] * room, *blocks]
+        blocks = [*[nothing] * (self.rule.accumulators - len(starts)), *blocks]
 
         def put(values: Any, like: Array) -> Array:
             array = np.asarray(values)
@@ -221,7 +210,7 @@ class TreeAverage:
             placed: Array = jax.device_put(made, like.sharding) if like.committed else made
             return placed
 
-        fields = {name: put(x, getattr(state.clock, name)) for name, x in scalars.items()}
+        fields = {name: put(x, getattr(state.clock, name)) for name, x in restored(clock).items()}
         return TreeState(
             updates=put(count, state.updates),
             size=put(self.rule.size(count), state.size),
@@ -293,9 +282,11 @@ def value(state: TreeState, like: Tree = None) -> Tree:
 def _fold(step: Step, means: list[Array], sums: list[Array]) -> tuple[list[Array], list[Array]]:
     """Fold the sums, if that is due, into the means in their place; and the sums to go on with.
 
-    As `tailavg.numpy.arithmetic.fold`: what is rounded off begins the next sum. XLA works in
+    As `tailavg.numpy.arithmetic.joined`: what is rounded off begins the next sum. XLA works in
     place only if what is changed is read in its own shape, and a slice with its first axis.
     """
+
+    scale, weight = 1.0 / step.fold.total, step.fold.weight
 
     def held(means: Array) -> Array:
         mean: Array = lax.dynamic_slice_in_dim(means, step.slot, 1)
@@ -303,23 +294,23 @@ def _fold(step: Step, means: list[Array], sums: list[Array]) -> tuple[list[Array
 
     def difference(mean: Array, own: Array) -> Array:
         # there is none of infinities
-        return _times(step.weight, own - jnp.where(jnp.isfinite(mean), mean, 0))
+        return _times(weight, own - jnp.where(jnp.isfinite(mean), mean, 0))
 
     def change(total: Array, means: Array) -> Array:
-        return difference(held(means)[0], _times(step.scale, total))
+        return difference(held(means)[0], _times(scale, total))
 
     def joint(means: Array, total: Array) -> Array:
-        mean, own = held(means), _times(step.scale, total[None])
+        mean, own = held(means), _times(scale, total[None])
         # if it carries, the sum is that change already
         made = jnp.where(step.carries, total[None], difference(mean, own))
-        mean = jnp.where(step.weight < 1.0, mean + made, own)
+        mean = jnp.where(weight < 1.0, mean + made, own)
         updated: Array = lax.dynamic_update_slice_in_dim(means, mean, step.slot, 0)
         return updated
 
     def lost(change: Array, means: Array) -> Array:
         mean = held(means)[0]
         rest = change - (mean - (mean - change))  # the last is the mean as it was
-        return jnp.where(jnp.isfinite(rest), _times(step.carry, rest), 0)
+        return jnp.where(jnp.isfinite(rest), _times(step.fold.carry, rest), 0)
 
     # a sum becomes the change of its mean; the mean is changed; the sum becomes what that lost
     sums, changed = _changed(step.carries, change, sums, means)

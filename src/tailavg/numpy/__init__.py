@@ -1,9 +1,6 @@
-"""Storages: what holds the samples' means. Each registers itself for the rules it serves."""
+"""Averages of numbers and NumPy arrays."""
 
 from tailavg.numpy.average import TailAverage
-from tailavg.numpy.anytail import AnyTailStorage
-from tailavg.numpy.blocks import BlockStorage
-from tailavg.numpy.decayed import DecayedStorage
-from tailavg.numpy.samples import SampleStorage
+from tailavg.numpy.stores import Stored
 
-__all__ = ["AnyTailStorage", "BlockStorage", "DecayedStorage", "SampleStorage", "TailAverage"]
+__all__ = ["Stored", "TailAverage"]

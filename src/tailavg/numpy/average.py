@@ -4,36 +4,37 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, cast, get_args
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal, get_args
 
-import numpy as np
 import numpy.typing as npt
 
+import numpy as np
 from tailavg.core import state as layout
-from tailavg.core.profile import Profile, dense_weights, profile, reading
-from tailavg.core.rules import Rule, WindowRule, as_rule
+from tailavg.core.clock import Clock, clock_for
+from tailavg.core.profile import Profile, dense_weights, profile
+from tailavg.core.rules import Rule, as_rule, windowed
 from tailavg.core.windows import AnyWindow, Reals
+from tailavg.numpy.arithmetic import Array
 
-__all__ = ["TailAverage", "numbers"]
+__all__ = ["TailAverage", "Windows"]
 
 NanPolicy = Literal["propagate", "raise", "omit"]
-Array = npt.NDArray[Any]
+Windows = AnyWindow | Sequence[AnyWindow] | None
 
 
 class TailAverage:
     """The average of the last samples of a stream of numbers, or of arrays of one shape.
 
-    `rule` says how many samples and how: a number (an int for the last that many, a float in
-    (0, 1] for the last fraction), a window (`Fixed`, `Growing`) or a rule (`AnytimeWindow`,
-    `Exponential`, `ExactWindow`, `RawTail`).
-
-    `dtype` is that of the accumulators. By default numbers are held in float64; arrays in their
-    own precision but at least float32, with sums folded every few hundred samples, so that a
-    float32 average keeps 5 digits over a million samples. Integers become float64.
-
-    `nan_policy` is `"propagate"`, `"raise"`, or `"omit"`: a sample with any NaN in it is left
-    out whole and not counted. Infinities are data.
+    Args:
+        rule: How many samples are averaged, and how. A number (an int for the last that many, a
+            float in (0, 1] for the last fraction), a window (`Fixed`, `Growing`) or a rule
+            (`AnytimeWindow`, `Exponential`, `AnyTail`, `ExactWindow`, `RawTail`).
+        dtype: That of the accumulators. By default numbers are held in float64; arrays in their own
+            precision but at least float32, with sums folded every few hundred samples, so that a
+            float32 average keeps 5 digits over a million samples. Integers become float64.
+        nan_policy: `"propagate"`, `"raise"`, or `"omit"`: a sample with any NaN in it is left out
+            whole and not counted. Infinities are data.
 
     Examples:
         >>> average = TailAverage(0.5)
@@ -46,37 +47,31 @@ class TailAverage:
         3.5
     """
 
+    # An average is a `TailAverage` until its first sample. Then its kind is known, and it becomes
+    # of the class that stores such samples: an update has no time to look for its store.
+
     __slots__ = (
+        "_buffer",
+        "_clock",
         "_count",
         "_dtype",
-        "_floats",
+        "_end",
+        "_means",
         "_nan_policy",
-        "_plain",
-        "_rule",
-        "_scalar",
+        "_scratch",
         "_shape",
+        "_split",
+        "_sum",
+        "_until",
     )
 
-    _storages: ClassVar[dict[type, type[TailAverage]]] = {}
+    _stores: ClassVar[dict[tuple[type[Clock], bool], type[TailAverage]]] = {}
 
+    _clock: Clock
     _count: int
     _dtype: np.dtype[Any] | None
-    _floats: bool  # whether they are held as Python floats
     _nan_policy: NanPolicy
-    _plain: bool  # whether samples are held as Python numbers
-    _rule: Rule
-    _scalar: bool
-    _shape: tuple[int, ...]
-
-    def __init_subclass__(cls, rules: tuple[type, ...] = ()) -> None:
-        """A storage names the types of rules that it serves."""
-        TailAverage._storages.update(dict.fromkeys(rules, cls))
-
-    def __new__(cls, rule: AnyWindow | Rule, **_: Any) -> TailAverage:
-        """An average is an instance of the storage that serves its rule."""
-        if cls is TailAverage:
-            cls = cls._storages[type(as_rule(rule))]
-        return object.__new__(cls)
+    _shape: tuple[int, ...] | None  # None for numbers
 
     def __init__(
         self,
@@ -89,27 +84,11 @@ class TailAverage:
             raise ValueError(
                 f"nan_policy: expected one of {get_args(NanPolicy)}, got {nan_policy!r}"
             )
-        self._rule = as_rule(rule)
+        self._clock = clock_for(as_rule(rule))
         self._nan_policy = nan_policy
         self._dtype = None if dtype is None else _accumulator_dtype(np.dtype(dtype))
-        self._scalar = self._plain = self._floats = True
-        self._shape = ()
+        self._shape = None
         self._count = 0
-        self._reset()
-
-    # What a storage does. Samples reach it checked and converted.
-
-    _reset: Callable[[], None]  # hold nothing
-    _start: Callable[[], None]  # make room: the shape and dtype of samples are known
-    _add: Callable[[Any], None]  # take one sample
-    _add_rows: Callable[[Array], None]  # take many, the rows of a matrix
-    _scan_rows: Callable[[Array, Array], None]  # and write the average after each
-    _read: Callable[[WindowRule], Any]  # the average, by a rule
-    _starts_now: Callable[[], list[int]]  # the starts of the blocks, oldest first
-    _save: Callable[[], tuple[list[Any], int, Any]]  # blocks, step of the last fold, partial sum
-    _restore: Callable[[list[int], list[Any], int, Any], None]  # starts, and what was saved
-
-    # What a user calls.
 
     def update(self, x: Any) -> None:
         """Take one sample: a number, or an array of the shape of the samples before.
@@ -121,9 +100,11 @@ class TailAverage:
             >>> average.value()
             array([ 2., 20.])
         """
-        sample = self._take(x)
+        sample = self._checked(x)
         if sample is not None:
-            self._add(sample)
+            number = not (sample.shape or isinstance(x, np.ndarray))
+            self._begin(None if number else sample.shape, sample.dtype)
+            self.update(x)
 
     def value(self, window: AnyWindow | None = None) -> Any:
         """The average now: a float, or a new array. An `AnyTail` is asked for a window.
@@ -133,9 +114,7 @@ class TailAverage:
             Traceback (most recent call last):
             ValueError: value: expected at least one sample before the first read, got none
         """
-        self._require_a_sample("value")
-        value = self._read(reading(self._rule, window, self._count))
-        return value if self._plain or not self._scalar else value.item()
+        raise layout.nothing_yet("value")
 
     def update_many(self, xs: Any) -> None:
         """Take many samples, along the first axis: as `update` with each, but much faster.
@@ -146,11 +125,11 @@ class TailAverage:
             >>> average.value()
             949.5
         """
-        rows, _ = self._take_rows(xs)
-        if len(rows):
-            self._add_rows(rows)
+        samples = numbers(xs, "samples")
+        if self._begin_with(samples):
+            self.update_many(samples)
 
-    def scan(self, xs: Any, window: AnyWindow | Sequence[AnyWindow] | None = None) -> Array:
+    def scan(self, xs: Any, window: Windows = None) -> Array:
         """Take many samples, and return the average after each.
 
         An `AnyTail` is asked for a window, or for several: there is then a first axis of windows.
@@ -159,26 +138,18 @@ class TailAverage:
             >>> TailAverage(2).scan([1.0, 3.0, 5.0, 7.0])
             array([1., 2., 4., 6.])
         """
-        reading(self._rule, cast("Any", window), self._count)
-        before = self.value() if self._count else np.nan
-        rows, kept = self._take_rows(xs)
-        if not len(rows):
-            return np.array(np.broadcast_to(before, np.shape(xs)))
-        out: Array = np.empty((len(rows), rows.shape[1]), self._dtype)
-        self._scan_rows(rows, out)
-        out = out.reshape(len(rows), *self._shape)
-        if kept is None:
-            return out
-        # a sample that is left out leaves the average as it was
-        latest = np.cumsum(kept) - 1
-        every: Array = out[latest]
-        every[latest < 0] = before
-        return every
+        samples = numbers(xs, "samples")
+        rows, _ = self._checked_rows(samples)
+        windows = self._checked_windows(window, len(rows))
+        if self._begin_with(samples):
+            return self.scan(samples, window)
+        every = np.full((len(windows), *samples.shape), np.nan)  # all were left out
+        return every if isinstance(window, list | tuple) else every[0]
 
     @property
     def rule(self) -> Rule:
         """The rule, with its window."""
-        return self._rule
+        return self._clock.rule
 
     @property
     def dtype(self) -> np.dtype[Any] | None:
@@ -207,7 +178,7 @@ class TailAverage:
             >>> average.size
             250.0
         """
-        return float(reading(self._rule, None, self._count).size(self._count))
+        return float(windowed(self.rule, None, self._count).size(self._count))
 
     def weights(self, window: AnyWindow | None = None) -> Reals:
         """The weight of each of the `count` samples, oldest first.
@@ -218,8 +189,7 @@ class TailAverage:
             >>> average.weights()
             array([0. , 0.5, 0.5])
         """
-        rule = reading(self._rule, window, self._count)
-        return dense_weights(rule, self._starts_now(), self._count)
+        return dense_weights(windowed(self.rule, window, self._count), self._starts, self._count)
 
     def profile(self, window: AnyWindow | None = None) -> Profile:
         """A summary of the weights: effective size, mean age, oldest age.
@@ -231,9 +201,9 @@ class TailAverage:
             Profile(count=1000, size=100.0, effective_size=100.0, mean_age=49.5,
                     oldest_age=99, accumulators=3)
         """
-        self._require_a_sample("profile")
-        rule = reading(self._rule, window, self._count)
-        return profile(rule, self._starts_now(), self._count)
+        if not self._count:
+            raise layout.nothing_yet("profile")
+        return profile(windowed(self.rule, window, self._count), self._starts, self._count)
 
     def state_dict(self) -> dict[str, Any]:
         """All there is to know, as plain data in the layout of `tailavg.core.state`.
@@ -246,18 +216,16 @@ class TailAverage:
             >>> resumed.value()
             4.0
         """
-        blocks: Any
-        blocks, folded, partial = self._save()
-        if not self._scalar:
-            blocks = np.array(blocks, self._dtype).reshape(len(blocks), *self._shape)
-            partial = np.array(np.broadcast_to(partial, self._shape), self._dtype)
+        return self._state([], 0, 0.0)
+
+    def _state(self, blocks: Any, folded: int, partial: Any) -> dict[str, Any]:
         return layout.state(
-            self._rule,
+            self.rule,
             nan_policy=self._nan_policy,
             dtype=None if self._dtype is None else self._dtype.name,
-            scalar=self._scalar,
+            scalar=self._shape is None,
             count=self._count,
-            starts=self._starts_now(),
+            starts=self._starts,
             blocks=blocks,
             folded=folded,
             partial=partial,
@@ -267,7 +235,7 @@ class TailAverage:
     def from_state_dict(cls, state: Mapping[str, Any]) -> TailAverage:
         """The average that `state_dict` saved; it goes on as if it had never stopped.
 
-        What another framework saved will do, if it is of one array.
+        A state that another framework saved is accepted if it is of one array.
         """
         layout.check(state)
         if isinstance(state["partial"], Mapping):
@@ -304,15 +272,14 @@ class TailAverage:
                 )
             if not np.can_cast(np.result_type(blocks, partial), average._dtype, "same_kind"):
                 raise ValueError(f"state: blocks are not of dtype {average._dtype}")
-            blocks = blocks.astype(average._dtype)
-            partial = partial.astype(average._dtype)
-            average._begin(shape, average._dtype, state["scalar"])
+            average._clock.restore(count, starts, folded)
             average._count = count
-            if average._plain:
-                average._restore(starts, blocks.tolist(), folded, partial.item())
-            else:
-                average._restore(starts, list(blocks), folded, partial)
+            average._begin(None if state["scalar"] else shape, average._dtype)
+            average._restore(blocks.astype(average._dtype), partial.astype(average._dtype))
         return average
+
+    def _restore(self, blocks: Array, partial: Array) -> None:
+        """Hold these means and this sum: of no sample, none."""
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state to one file (npz, no pickle), whole or not at all."""
@@ -351,7 +318,7 @@ class TailAverage:
         )
 
     def __repr__(self) -> str:
-        options = [repr(self._rule)]
+        options = [repr(self.rule)]
         if self._dtype is not None:
             options.append(f"dtype={self._dtype.name!r}")
         if self._nan_policy != "propagate":
@@ -360,66 +327,81 @@ class TailAverage:
         shape = f" of shape {self._shape}" if self._shape else ""
         return f"<TailAverage({', '.join(options)}): {samples}{shape}>"
 
-    # What storages share.
+    # The first sample.
 
-    def _require_a_sample(self, call: str) -> None:
-        if not self._count:
-            raise ValueError(
-                f"{call}: expected at least one sample before the first read, got none"
-            )
+    def __init_subclass__(cls, clock: type[Clock] | None = None, numbers: bool = False) -> None:
+        """A store names the clock that it follows, and whether it is for numbers or arrays."""
+        if clock is not None:
+            TailAverage._stores[clock, numbers] = cls
 
-    def _take(self, x: Any) -> Any:
-        """A sample, checked, as a storage holds it; None if it is to be left out."""
+    def _begin(self, shape: tuple[int, ...] | None, dtype: np.dtype[Any]) -> None:
+        """Fix the shape and dtype of the samples, and become the average that stores such."""
+        if self._dtype is None:
+            exact = dtype.kind in "biu" or shape is None
+            self._dtype = np.result_type(dtype, np.float64 if exact else np.float32)
+        self._shape = shape
+        numbers = shape is None and self._dtype in (np.float64, np.complex128)
+        self.__class__ = self._stores[type(self._clock), numbers]
+        self._make_room()
+
+    def _begin_with(self, samples: Array) -> bool:
+        """Begin with the first of many samples; False if all are left out."""
+        rows, _ = self._checked_rows(samples)
+        if len(rows):
+            self._begin(samples.shape[1:] if samples.ndim > 1 else None, samples.dtype)
+        return bool(len(rows))
+
+    def _make_room(self) -> None:
+        """Make room for samples of this shape and dtype: of no sample, none."""
+
+    # Checks.
+
+    @property
+    def _starts(self) -> list[int]:
+        self._clock.count = self._count
+        return self._clock.starts
+
+    def _checked(self, x: Any) -> Array | None:
+        """A sample as an array; None if it is to be left out."""
         sample = numbers(x, "sample")
         self._check_kind(sample.shape, sample.dtype)
         if self._nan_policy != "propagate" and np.isnan(sample).any():
             if self._nan_policy == "raise":
                 raise ValueError(f"sample: expected no NaN (nan_policy='raise'), got {x!r}")
             return None
-        if not self._count:
-            self._begin(sample.shape, sample.dtype, not (sample.shape or isinstance(x, np.ndarray)))
-        return self._dtype.type(sample).item() if self._plain and self._dtype else sample
+        return sample
 
-    def _take_rows(self, xs: Any) -> tuple[Array, npt.NDArray[np.bool_] | None]:
-        """Samples, checked, as rows of a matrix; and which were kept, if any was left out."""
-        rows = numbers(xs, "samples")
+    def _checked_rows(self, rows: Array) -> tuple[Array, npt.NDArray[np.bool_] | None]:
+        """Samples as rows of a matrix; and which were kept, if any was left out."""
         if rows.ndim == 0:
-            raise ValueError(f"samples: expected a sequence of them, got the number {xs!r}")
+            raise ValueError(f"samples: expected a sequence of them, got the number {rows}")
         if len(rows) == 0:
             raise ValueError("samples: expected at least one, got an empty chunk")
         self._check_kind(rows.shape[1:], rows.dtype)
-        kept: npt.NDArray[np.bool_] | None = None
         matrix: Array = rows.reshape(len(rows), math.prod(rows.shape[1:]))
-        if self._nan_policy != "propagate":
-            bad = np.isnan(matrix).any(axis=1)
-            if bad.any() and self._nan_policy == "raise":
-                raise ValueError(
-                    f"samples: expected no NaN (nan_policy='raise'), got {int(bad.sum())} samples "
-                    f"with NaN, the first at index {int(bad.argmax())}"
-                )
-            if bad.any():
-                kept = np.logical_not(bad)
-                matrix = matrix[kept]
-        if not self._count and len(matrix):
-            self._begin(rows.shape[1:], rows.dtype, rows.ndim == 1)
-        return matrix, kept
+        if self._nan_policy == "propagate" or not (bad := np.isnan(matrix).any(axis=1)).any():
+            return matrix, None
+        if self._nan_policy == "raise":
+            raise ValueError(
+                f"samples: expected no NaN (nan_policy='raise'), got {int(bad.sum())} samples "
+                f"with NaN, the first at index {int(bad.argmax())}"
+            )
+        return matrix[~bad], ~bad
+
+    def _checked_windows(self, window: Windows, samples: int) -> list[AnyWindow | None]:
+        """The windows that are asked for, if all can be read after so many more samples."""
+        windows: list[Any] = list(window) if isinstance(window, list | tuple) else [window]
+        if not windows:
+            raise ValueError("window: expected at least one, got none")
+        for one in windows:
+            windowed(self.rule, one, self._count + samples)
+        return windows
 
     def _check_kind(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-        if self._count and shape != self._shape:
-            raise ValueError(f"sample: expected shape {self._shape}, as before, got {shape}")
+        if self._count and shape != (self._shape or ()):
+            raise ValueError(f"sample: expected shape {self._shape or ()}, as before, got {shape}")
         if self._dtype is not None and dtype.kind == "c" and self._dtype.kind != "c":
             raise TypeError(f"sample: expected real numbers for {self._dtype}, got {dtype}")
-
-    def _begin(self, shape: tuple[int, ...], dtype: np.dtype[Any], scalar: bool) -> None:
-        """Fix the shape and dtype of the samples, at the first one."""
-        self._scalar = scalar
-        self._shape = shape
-        if self._dtype is None:
-            wide = dtype.kind in "biu" or scalar
-            self._dtype = np.result_type(dtype, np.float64 if wide else np.float32)
-        self._floats = scalar and self._dtype == np.float64
-        self._plain = self._floats or (scalar and self._dtype == np.complex128)
-        self._start()
 
 
 def numbers(x: Any, what: str) -> Array:

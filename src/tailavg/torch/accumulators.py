@@ -12,14 +12,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
-
 from tailavg.core import state as layout
-from tailavg.core.clocks import Turn, clock_for
+from tailavg.core.clock import SUM, Fold, Store, Turn, folding_clock_for
 from tailavg.core.rules import Rule
-from tailavg.core.schedule import SUM
 from tailavg.torch.memory import empty
 from tailavg.torch.tracking import Tracking, check_names, local, sharded_like
+from torch import Tensor
 
 __all__ = ["Accumulators"]
 
@@ -69,7 +67,7 @@ class _Plan(NamedTuple):
 _NOTHING = _Plan(([], []), ([], []), [], [], set())
 
 
-class Accumulators:
+class Accumulators(Store):
     """The average of tensors that come under the same names at every step."""
 
     def __init__(
@@ -81,7 +79,7 @@ class Accumulators:
     ) -> None:
         if not (isinstance(dtype, torch.dtype) and dtype in (torch.float32, torch.float64)):
             raise TypeError(f"dtype: expected torch.float32 or torch.float64, got {dtype!r}")
-        self.clock = clock_for(rule)
+        self.clock = folding_clock_for(rule)
         self._whole = True  # False during an update
         self.dtype = dtype
         self.device = None if device is None else torch.empty(0, device=device).device
@@ -109,20 +107,22 @@ class Accumulators:
         clock = self.clock
         self.require_whole()
         self._whole = False
-        if clock.due:
-            if clock.count > clock.folded:
-                of_mean, of_sum = clock.fold()
-                for group in self._groups:
-                    group.fold(len(clock.starts) - 1, of_mean, of_sum, carry=clock.carries)
-            turn = clock.turn()
-            if turn is not None:
-                for group in self._groups:
-                    group.turn(turn)
+        clock.prepare(self)
         factor = clock.factor
         for group in self._groups:
             group.add(factor)
-        clock.tick()
+        clock.count += 1
         self._whole = True
+
+    def fold(self, fold: Fold) -> None:
+        """See `Store`."""
+        for group in self._groups:
+            group.fold(fold)
+
+    def turn(self, turn: Turn) -> None:
+        """See `Store`."""
+        for group in self._groups:
+            group.turn(turn)
 
     def require_whole(self) -> None:
         """Raise unless every update so far has been made to its end."""
@@ -132,7 +132,7 @@ class Accumulators:
                 "of it; load_state_dict() a saved state, or begin a new average"
             )
 
-    def read(
+    def write(
         self,
         terms: Sequence[tuple[float, int]],
         into: Mapping[str, Tensor],
@@ -144,10 +144,10 @@ class Accumulators:
         """
         self.require_whole()
         for group in self._groups:
-            group.read(terms, into, before)
+            group.write(terms, into, before)
 
     def state(self) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
-        """The means of the blocks, oldest first, used or not; and the sum. Views, not copies."""
+        """The means of the blocks, empty ones first; and the sum. Views, not copies."""
 
         def views(flats: Sequence[Tensor]) -> dict[str, Tensor]:
             return {
@@ -171,6 +171,8 @@ class Accumulators:
             ]
             for held in self.state()
         )
+        empty = len(blocks) - len(self.clock.starts)
+        blocks = [*blocks[empty:], *blocks[:empty]]  # always all of them, so that shapes stay
         return layout.state(
             self.clock.rule,
             dtype=str(self.dtype).removeprefix("torch."),
@@ -198,7 +200,10 @@ class Accumulators:
             )
         copies = []
         for what, views, saved in [
-            *((f"state: block {i}", blocks[i], state["blocks"][i]) for i in range(held)),
+            *(
+                (f"state: block {i}", blocks[len(blocks) - held + i], state["blocks"][i])
+                for i in range(held)
+            ),
             ("state: partial", partial[0], state["partial"]),
         ]:
             if not isinstance(saved, Mapping) and not state["count"]:
@@ -357,43 +362,41 @@ class _Group:
             for total, stage, _ in parts:
                 total.add_(stage, alpha=factor)
 
-    def fold(self, block: int, of_mean: float, of_sum: float, *, carry: bool) -> None:
-        """Fold the sum into the mean of a block, and begin the next sum with what that rounded off.
+    def fold(self, fold: Fold) -> None:
+        """Fold the sum into the newest mean, and begin the next with what that rounds off.
 
-        As `tailavg.numpy.arithmetic.fold`, in place and part by part.
+        As `tailavg.numpy.arithmetic.joined`, in place and part by part.
         """
-        weight = 1.0 - of_mean
-        for mean, total in self._parts(self.means[block], self.sum):
-            if not of_mean:
-                torch.mul(total, of_sum, out=mean)
+        for mean, total in self._parts(self.means[-1], self.sum):
+            if fold.weight == 1.0:
+                torch.mul(total, 1.0 / fold.total, out=mean)
                 total.zero_()
-            elif not carry:
-                mean.mul_(of_mean).add_(total, alpha=of_sum)
+            elif not torch.isfinite(total.sum() + mean.sum()):  # infinities have no difference
+                mean.mul_(1.0 - fold.weight).add_(total, alpha=fold.weight / fold.total)
                 total.zero_()
             else:
-                step = total.mul_(of_sum / weight).sub_(mean).mul_(weight)
+                step = total.mul_(1.0 / fold.total).sub_(mean).mul_(fold.weight)
                 joint = torch.add(mean, step, out=self._stage[: len(mean)])
                 mean.sub_(joint)  # minus the step that was made
-                step.add_(mean).mul_(1.0 / of_sum)
+                step.add_(mean).mul_(fold.carry)
                 mean.copy_(joint)
 
     def turn(self, turn: Turn) -> None:
-        """Begin a block, in the place of one that is given up or merged if all are in use."""
-        gone = turn.gone
-        if gone is not None:
-            mean = self.means[gone]
-            if turn.weight:
-                self.means[gone - 1].mul_(1.0 - turn.weight).add_(mean, alpha=turn.weight)
-            self.means = [*self.means[:gone], *self.means[gone + 1 :], mean]
+        """Begin a block, in the place of one that is given up or merged."""
+        gone, weight = turn
+        mean = self.means.pop(gone)
+        if weight:
+            self.means[gone - 1].mul_(1.0 - weight).add_(mean, alpha=weight)
+        self.means.append(mean)
         self.sum.zero_()
 
-    def read(
+    def write(
         self,
         terms: Sequence[tuple[float, int]],
         into: Mapping[str, Tensor],
         before: Callable[[list[Tensor]], None] | None,
     ) -> None:
-        """Write the average into tensors; see `Accumulators.read`."""
+        """Write the average into tensors; see `Accumulators.write`."""
         flats = [
             (weight, self.sum if block == SUM else self.means[block]) for weight, block in terms
         ]

@@ -6,16 +6,16 @@ from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.nn import Module
 
+import torch
 from tailavg.core import profile as profiles
-from tailavg.core.anytail import AnyTail
-from tailavg.core.rules import Rule, as_rule
+from tailavg.core.rules import AnyTail, Rule, as_rule, windowed
+from tailavg.core.state import nothing_yet
+from tailavg.core.windows import AnyWindow
 from tailavg.torch.accumulators import Accumulators
 from tailavg.torch.tracking import Buffers, Tracking, is_sharded, outside_autograd, unwrap
-from tailavg.core.windows import AnyWindow
+from torch import Tensor
 
 __all__ = ["AveragedModel"]
 
@@ -103,8 +103,8 @@ class AveragedModel(Module):
         """A summary of the weights: effective size, mean age, oldest age."""
         clock = self._accumulators.clock
         if not clock.count:
-            raise RuntimeError("profile: expected at least one update before it, got none")
-        rule = profiles.reading(clock.rule, None, clock.count)
+            raise nothing_yet("profile")
+        rule = windowed(clock.rule, None, clock.count)
         return profiles.profile(rule, clock.starts, clock.count)
 
     @outside_autograd
@@ -113,7 +113,7 @@ class AveragedModel(Module):
         if self._stale:
             self._stale = False  # looking at the module must not come here again
             self._target.refresh()
-            self._accumulators.read(self._accumulators.clock.terms(), self._target.locals)
+            self._accumulators.write(self._accumulators.clock.terms(), self._target.locals)
 
     # Every way of looking at the module.
 

@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import torch
 from safetensors.torch import save_file
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+import torch
 from tailavg.core import profile as profiles
-from tailavg.core.anytail import AnyTail
 from tailavg.core.files import whole_file
-from tailavg.core.rules import Rule, as_rule
+from tailavg.core.rules import AnyTail, Rule, as_rule, windowed
+from tailavg.core.state import nothing_yet
+from tailavg.core.windows import AnyWindow, Reals, positive_int
 from tailavg.torch.accumulators import Accumulators
 from tailavg.torch.memory import Aside
 from tailavg.torch.tracking import (
@@ -30,7 +30,7 @@ from tailavg.torch.tracking import (
     outside_autograd,
     sharded_like,
 )
-from tailavg.core.windows import AnyWindow, Reals, whole
+from torch import Tensor
 
 __all__ = ["ParameterAverage", "Selection"]
 
@@ -107,7 +107,7 @@ class ParameterAverage:
         update_every: int = 1,
     ) -> None:
         self._rule = as_rule(rule)
-        self._every = whole(update_every, "update_every")
+        self._every = positive_int(update_every, "update_every")
         self._calls = 0
         self._options: dict[str, Any] = {
             "include": include,
@@ -181,12 +181,12 @@ class ParameterAverage:
     @property
     def size(self) -> float:
         """The size of the window, k_t: what was asked for. `profile` has what was got."""
-        return float(profiles.reading(self._rule, None, self.count).size(self.count))
+        return float(windowed(self._rule, None, self.count).size(self.count))
 
     def weights(self, window: AnyWindow | None = None) -> Reals:
         """The weight of each of the `count` updates, oldest first."""
         self._accumulators.require_whole()
-        rule = profiles.reading(self._rule, window, self.count)
+        rule = windowed(self._rule, window, self.count)
         return profiles.dense_weights(rule, self._accumulators.clock.starts, self.count)
 
     def profile(self, window: AnyWindow | None = None) -> profiles.Profile:
@@ -200,7 +200,7 @@ class ParameterAverage:
             100.0
         """
         self._require_an_update("profile")
-        rule = profiles.reading(self._rule, window, self.count)
+        rule = windowed(self._rule, window, self.count)
         return profiles.profile(rule, self._accumulators.clock.starts, self.count)
 
     # Evaluation.
@@ -302,7 +302,7 @@ class ParameterAverage:
             if terms is None or name not in tracking.averaged:
                 aside.keep([memory])
         if terms is not None:
-            self._accumulators.read(terms, tracking.locals, before=aside.keep)
+            self._accumulators.write(terms, tracking.locals, before=aside.keep)
 
     @outside_autograd
     def _put_back(self) -> None:
@@ -334,7 +334,7 @@ class ParameterAverage:
         self._look_again()
         mine = self._tracking
         if model is None:
-            self._accumulators.read(terms, mine.locals)
+            self._accumulators.write(terms, mine.locals)
             return
         other = mine.of(model, self._options)
         names: dict[int, str] = {}
@@ -344,7 +344,7 @@ class ParameterAverage:
                     f"model: expected two tensors {names[id(tensor)]} and {name}, as in the model "
                     "that is averaged, got one tensor of both names"
                 )
-        self._accumulators.read(terms, other.locals)
+        self._accumulators.write(terms, other.locals)
         rest = dict(mine.parameters)
         if self._options["buffers"] != "skip":
             rest |= mine.buffers
@@ -380,7 +380,7 @@ class ParameterAverage:
             name: torch.empty_like(tensor, dtype=kind(tensor), requires_grad=False)
             for name, tensor in tracking.locals.items()
         }
-        self._accumulators.read(terms, averages)
+        self._accumulators.write(terms, averages)
         made = {
             id(tensor): sharded_like(averages[name], tensor)
             for name, tensor in tracking.averaged.items()
@@ -500,10 +500,7 @@ class ParameterAverage:
         self._accumulators.require_whole()
         if not self.count:
             waits = f" ({self._calls} of {self._every} calls)" if self._every > 1 else ""
-            raise RuntimeError(
-                f"{call}: expected at least one update before the first read, got none{waits}; "
-                "call update() after the optimizer's step"
-            )
+            raise nothing_yet(call, f"{waits}; call update() after the optimizer's step")
 
     def _require_training_weights(self, call: str) -> None:
         if self._aside.holds:

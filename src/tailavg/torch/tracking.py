@@ -9,10 +9,11 @@ from itertools import chain
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
-import torch
-from torch import Tensor
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
+
+import torch
+from torch import Tensor
 
 __all__ = [
     "Buffers",

@@ -1,0 +1,245 @@
+"""The clock of `tailavg.core.clock`, with its fields traced.
+
+Windows and rules decide here as everywhere; only their arithmetic is another one. Steps are
+integers, of 32 bits without x64, and turns fall on the very sample where NumPy's do. All else is
+float32 without x64, so an exponential's weights come from its excess.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, ClassVar, NamedTuple
+
+import jax.numpy as jnp
+
+import numpy as np
+from jax import Array
+from tailavg.core import clock as core
+from tailavg.core.clock import FOLD, SMALLEST, Fold
+from tailavg.core.equation import read
+from tailavg.core.rules import AnytimeWindow, Exponential
+from tailavg.core.windows import BITS, TIE, Fixed, Growing, Steps, Window
+
+__all__ = ["Step", "TracedBlocks", "TracedDecay", "first_clock", "restored", "traced"]
+
+
+class _TracedSteps(Steps):
+    """Arithmetic on traced steps, which stop at the last integer there is."""
+
+    larger = staticmethod(jnp.maximum)
+    choose = staticmethod(jnp.where)
+
+    @property
+    def last(self) -> int:  # type: ignore[override]
+        """The last step there can be."""
+        return int(np.iinfo(jnp.result_type(int)).max)
+
+    def later(self, step: Array, n: int) -> Array:  # type: ignore[override]
+        """N steps later."""
+        n = min(n, self.last)
+        return jnp.where(step > self.last - n, self.last, step + n)
+
+    def stretched(self, step: Array, ratio: int) -> Array:  # type: ignore[override]
+        """The first step that is not before `step` times `ratio` / 2⁶⁰.
+
+        A long multiplication, in digits whose products an integer holds.
+        """
+        last = self.last
+        if ratio >> BITS >= last:
+            return jnp.where(step > 0, last, 0)
+        bits, places = (12, 3) if last < 2**31 else (20, 4)
+        base = (1 << bits) - 1
+        digits = [ratio >> at & base for at in range(0, ratio.bit_length(), bits)]
+        steps = [step >> at & base for at in range(0, bits * places, bits)]
+        carry: Any = 0
+        product = []
+        for at in range(len(digits) + places):
+            column = sum(
+                digit * steps[at - i] for i, digit in enumerate(digits) if 0 <= at - i < places
+            )
+            carry = carry + column
+            product.append(carry & base)
+            carry = carry >> bits
+        fraction, whole = product[: BITS // bits], product[BITS // bits :]
+        rest = sum(fraction) > 0
+        most = [last >> at & base for at in range(0, bits * places, bits)]  # its digits
+        beyond = (whole[places - 1] > most[-1]) | (sum(whole[places:]) > 0)
+        found = sum(digit << bits * i for i, digit in enumerate(whole[: places - 1]))
+        found = found + ((whole[places - 1] & most[-1]) << bits * (places - 1))
+        return jnp.where(beyond, last, self.later(found, 1) * rest + found * ~rest)
+
+
+class _TracedFixed(Fixed):
+    steps: ClassVar[Steps] = _TracedSteps()
+
+
+class _TracedGrowing(Growing):
+    steps: ClassVar[Steps] = _TracedSteps()
+
+    def size(self, t: Any) -> Any:
+        """k_t, for traced steps.
+
+        XLA may multiply by 1 / q instead of dividing by q, and miss a whole number by the last
+        digit; single precision misses it by more.
+        """
+        over, under, exact = self.ratio
+        k = jnp.asarray(over * t / under)
+        tie = 4e-7 if k.dtype == np.float32 else 2.0**-52 if exact else float(TIE)
+        off = k.round() - k
+        return (k + (abs(off) <= tie * k) * off).clip(1.0, self.most)
+
+
+@lru_cache
+def traced(rule: Any) -> Any:
+    """The same rule, for traced steps."""
+    window: Window = rule.window
+    if isinstance(window, Fixed):
+        window = _TracedFixed(window.k)
+    else:
+        window = _TracedGrowing(window.c, window.at_most)
+    if isinstance(rule, Exponential):
+        return Exponential(window)
+    return AnytimeWindow(window, rule.accumulators, rule.turns)
+
+
+class Step(NamedTuple):
+    """What is to be done when a sample comes: perhaps a fold, then it is added to the sum."""
+
+    folds: Array
+    """Whether the sum is first folded into a mean, and begun anew."""
+    carries: Array
+    """Whether what that rounds off begins the next sum."""
+    slot: Array | int
+    """The place of the mean."""
+    fold: Fold
+    """How it is folded. A weight of 1 forgets what was in the place."""
+    factor: Array | float
+    """What the sample is multiplied by in the sum."""
+
+
+class TracedBlocks(NamedTuple):
+    """The fields of a `tailavg.core.clock.BlockClock`."""
+
+    folded: Array
+    """The step up to which the samples are in the means of blocks; later ones are in the sum."""
+    starts: Array
+    """How many samples came before each block, oldest first; those yet to come are empty ones."""
+    newest: Array
+    """The place of the newest block's mean; those of older ones are before it, in a ring."""
+
+    def serves(self, rule: AnytimeWindow | Exponential) -> bool:
+        """Whether this is a clock of such a rule."""
+        return isinstance(rule, AnytimeWindow) and rule.accumulators == len(self.starts)
+
+    def step(self, rule: AnytimeWindow, t: Array) -> tuple[Step, TracedBlocks]:
+        """What is to be done with the sample that follows step t, and the clock after that."""
+        starts = list(self.starts)
+        closed = t >= rule.closes(starts)
+        rest, size = t - self.folded, t - starts[-1]
+        folds = (t == 0) | (rest >= FOLD) | closed
+        fold: Any = Fold(
+            total=jnp.maximum(rest, 1),  # type: ignore[arg-type]
+            weight=rest / jnp.maximum(size, 1),  # type: ignore[arg-type]
+            carry=size,  # type: ignore[arg-type]
+        )
+        step = Step(folds, folds & (rest < size) & ~closed, self.newest, fold, factor=1.0)
+        clock = TracedBlocks(
+            folded=jnp.where(folds, t, self.folded),
+            starts=jnp.where(closed, jnp.stack([*starts[1:], t]), self.starts),
+            newest=jnp.where(closed, (self.newest + 1) % len(starts), self.newest),
+        )
+        return step, clock
+
+    def weights(self, t: Array, k: Array) -> tuple[Array, Array]:
+        """The weights of the means, each in its place, and of the sum, at step t."""
+        starts, places = list(self.starts), len(self.starts)
+        # what was given to `init` is in the sum, as if it were the one sample
+        ends = [*starts[1:], jnp.maximum(t, 1)]
+        # a product of two counts would overflow
+        sizes = [(end - start).astype(k.dtype) for start, end in zip(starts, ends, strict=True)]
+        weights = read(sizes, k)
+        of_sum = weights[-1] / sizes[-1]
+        weights[-1] = of_sum * (self.folded - starts[-1])
+        return jnp.stack(weights)[(jnp.arange(places) - self.newest - 1) % places], of_sum
+
+    def blocks(self, t: int) -> tuple[list[int], list[int]]:
+        """The starts of the blocks at step t, oldest first, and the places of their means."""
+        starts, places = [int(start) for start in self.starts], len(self.starts)
+        held = [i for i, (start, end) in enumerate(pairwise([*starts, t])) if start < end]
+        return (
+            [starts[i] for i in held],
+            [(int(self.newest) + 1 + i) % places for i in held],
+        )
+
+
+class TracedDecay(NamedTuple):
+    """The fields of a `tailavg.core.clock.DecayClock`, and what it looks up, accumulated."""
+
+    folded: Array
+    """The step up to which the samples are in the mean; later ones are in the sum."""
+    share: Array
+    """The weight of these later ones, all together."""
+    total: Array
+    """The sum of their factors."""
+    decayed: Array
+    """The logarithm of G, for the last of them."""
+
+    def serves(self, rule: AnytimeWindow | Exponential) -> bool:
+        """Whether this is a clock of such a rule."""
+        return isinstance(rule, Exponential)
+
+    def step(self, rule: Exponential, t: Array) -> tuple[Step, TracedDecay]:
+        """What is to be done with the sample that follows step t, and the clock after that."""
+        weight = jnp.asarray(rule.weight(t + 1))
+        decayed = self.decayed + jnp.log1p(-weight)
+        rest = t - self.folded
+        folds = (rest == 0) | (rest >= FOLD) | (decayed < math.log(SMALLEST))
+        decayed = jnp.where(folds, 0.0, decayed)
+        factor = weight * jnp.exp(-decayed)
+        clock = TracedDecay(
+            folded=jnp.where(folds, t, self.folded),
+            share=jnp.where(folds, weight, self.share + weight * (1.0 - self.share)),
+            total=jnp.where(folds, factor, self.total + factor),
+            decayed=decayed,
+        )
+        fold: Any = Fold(self.total, self.share, 1.0 - weight)  # type: ignore[arg-type]
+        return Step(folds, folds & (self.share < 1.0), 0, fold, factor), clock
+
+    def weights(self, t: Array, k: Array) -> tuple[Array, Array]:
+        """The weights of the mean and of the sum."""
+        return (1.0 - self.share)[None], self.share / self.total
+
+    def blocks(self, t: int) -> tuple[list[int], list[int]]:
+        """The start of the one block, and the place of its mean."""
+        return ([0], [0]) if t else ([], [])
+
+
+def first_clock(rule: AnytimeWindow | Exponential) -> TracedBlocks | TracedDecay:
+    """The clock before the first sample: the tree given to `init` is all there is, in the sum."""
+    integer: Any = jnp.result_type(int)
+    real: Any = jnp.result_type(float)
+    if isinstance(rule, AnytimeWindow):
+        return TracedBlocks(
+            folded=jnp.zeros((), integer),
+            starts=jnp.zeros(rule.accumulators, integer),
+            newest=jnp.full((), rule.accumulators - 1, integer),
+        )
+    return TracedDecay(
+        folded=jnp.zeros((), integer),
+        share=jnp.ones((), real),
+        total=jnp.ones((), real),
+        decayed=jnp.zeros((), real),
+    )
+
+
+def restored(clock: core.FoldingClock) -> dict[str, Any]:
+    """The fields that a traced clock has where this one stands; `newest` is the last place."""
+    if not isinstance(clock, core.DecayClock):
+        return {"folded": clock.folded, "starts": clock.blocks}
+    of_mean, of_sum = clock.weights()
+    found: dict[str, Any] = {"folded": clock.folded, "share": 1.0 - of_mean}
+    if of_sum:
+        found |= {"total": (1.0 - of_mean) / of_sum, "decayed": math.log(of_sum)}
+    return found

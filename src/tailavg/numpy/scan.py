@@ -1,0 +1,188 @@
+"""Scans: the average after each of many samples.
+
+`one_by_one` says what a scan is. The other functions give the same, to the last few digits, much
+faster, each for one kind of average. Samples are the rows of a matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from tailavg.core.clock import SMALLEST, BlockClock, SampleClock
+from tailavg.core.equation import read, root
+from tailavg.core.rules import Exponential, windowed
+from tailavg.core.windows import AnyWindow
+from tailavg.numpy.arithmetic import Array, sum_rows, wide
+
+if TYPE_CHECKING:
+    from tailavg.numpy.average import TailAverage
+
+__all__ = ["alike_blocks", "decaying", "exact", "newer_part", "one_by_one", "open_block"]
+
+CHUNK = 15000
+"""How many numbers are taken at once: few enough for the cache."""
+
+_STEPS = np.arange(1.0, CHUNK + 1.0)
+
+
+def one_by_one(average: TailAverage, xs: Sequence[Any], window: AnyWindow | None = None) -> Array:
+    """What a scan is: update with each sample, and read.
+
+    Examples:
+        >>> from tailavg import TailAverage
+        >>> one_by_one(TailAverage(2), [1.0, 3.0, 5.0, 7.0])
+        array([1., 2., 4., 6.])
+    """
+    averages = []
+    for x in xs:
+        average.update(x)
+        averages.append(average.value(window))
+    return np.array(averages)
+
+
+def newer_part(clock: BlockClock, means: Sequence[Any], since: int) -> tuple[int, Any]:
+    """Of the samples since the start of a block, those that are folded: how many, and their mean."""
+    folded: int = clock.folded - since
+    mean: Any = 0.0
+    ends = [*clock.blocks[1:], clock.folded]
+    for start, end, its in zip(clock.blocks, ends, means, strict=True):
+        if start >= since and end > start:
+            mean = mean + its * ((end - start) / folded)
+    return folded, mean
+
+
+def open_block(
+    clock: BlockClock,
+    means: Sequence[Any],
+    partial: Any,
+    rows: Array,
+    window: AnyWindow | None,
+    out: Array,
+) -> None:
+    """Scan samples that all go into the open block, of which `partial` is the sum so far.
+
+    Their running sums, by weights that follow t.
+    """
+    t, width, dtype = clock.count, rows.shape[1], wide(out.dtype)
+    size = windowed(clock.rule, window, t + len(rows)).size
+    real_numbers = width == 1 and dtype == np.float64
+    chunk = max(1, CHUNK // max(1, width))
+    done = until = 0
+    while done < len(rows):
+        if t + done + 1 >= until:
+            oldest, since, until = clock.split(window, done + 1)
+            old = clock.blocks[oldest + 1] - clock.blocks[oldest] if oldest >= 0 else 0
+            old_mean = np.reshape(means[oldest], -1) if old else 0.0
+            folded, folded_mean = newer_part(clock, means, since)
+            total = np.reshape(partial + folded_mean * folded, -1)
+            total = total + sum_rows(rows[:done], out.dtype)
+        part = slice(done, min(done + chunk, len(rows), until - 1 - t))
+        steps = _STEPS[: part.stop - done] + (t + done)
+        newer = steps - since
+        sums = np.cumsum(rows[part], axis=0, dtype=dtype)
+        sums += total
+        total = sums[-1].copy()
+        if old:
+            excess = newer + old
+            excess -= size(steps)
+            if excess[0] < 0.0:
+                excess *= excess > 0.0
+            g = root(float(old), newer, excess)
+            np.divide(1.0 - g, newer, newer)
+            sums *= newer[:, None]
+            if real_numbers:
+                g *= old_mean
+                np.add(sums, g[:, None], out[part])
+            else:
+                np.add(sums, g[:, None] * old_mean, out[part])
+        else:
+            np.divide(sums, newer[:, None], out[part])
+        done = part.stop
+
+
+def alike_blocks(
+    clock: BlockClock, means: Sequence[Any], rows: Array, out: Array
+) -> tuple[int, Array]:
+    """Scan whole blocks at once, if all are alike from here on and the window is fixed.
+
+    The open block is closed and folded. Returns how many rows were done, perhaps none, and the
+    means of the latest blocks. Weights then repeat from block to block.
+    """
+    width, dtype = rows.shape[1], wide(out.dtype)
+    size, until = clock.alike()
+    fixed = size and clock.rule.size(clock.count) == clock.rule.size(until)
+    end = min(until + size - clock.count, len(rows)) // size * size if fixed else 0
+    if not end or end < 2 * size or size * width > 8 * CHUNK:
+        return 0, np.empty(0)
+    z = clock.rule.accumulators - 1
+    sizes = np.arange(1.0, size + 1.0)
+    *closed, opened = read([*[size] * z, sizes], clock.rule.size(clock.count))
+    weights, each = np.reshape(closed, (z, size)), opened / sizes
+    needed = [np.count_nonzero(weight) for weight in weights]  # a zero must not meet an infinity
+    held = np.reshape(means, (z + 1, width)).astype(dtype)
+    blocks = max(1, 8 * CHUNK // (size * max(1, width)))
+    for done in range(0, end, blocks * size):
+        part = slice(done, min(end, done + blocks * size))
+        n = (part.stop - done) // size
+        x = rows[part].reshape(n, size, width)
+        sums = np.cumsum(x, axis=1, dtype=dtype)
+        held = np.concatenate([held[len(held) - z :], sums[:, -1] / size])
+        sums *= each[:, None]
+        for block in range(z):
+            old = held[block : block + n, None]
+            sums[:, : needed[block]] += old * weights[block, : needed[block], None]
+        out[part] = sums.reshape(-1, width)
+    return end, held[-1 - z :]
+
+
+def decaying(rule: Exponential, t: int, mean: Array, rows: Array, out: Array | None) -> Array:
+    """Scan an exponential average from step t on; the average at the end.
+
+    A chunk is a sum with factors, as in `tailavg.core.clock.DecayClock`, of as many samples as a
+    double can hold; nothing is written without `out`.
+    """
+    chunk, done = max(1, CHUNK // max(1, rows.shape[1])), 0
+    while done < len(rows):
+        steps = np.arange(t + done + 1, t + min(done + chunk, len(rows)) + 1)
+        ones = rule.size(steps) == 1.0
+        if ones[0]:  # a window of one sample: the average is the sample
+            n = len(ones) if ones.all() else int(ones.argmin())
+            averages = rows[done : done + n] if out is not None else rows[done + n - 1 : done + n]
+        else:
+            decays = rule.decay(steps)
+            scales = np.concatenate([[1.0], np.cumprod(decays[1:])])
+            n = int(np.argmax(scales < SMALLEST)) if scales[-1] < SMALLEST else len(steps)
+            scale = scales[:n, None]
+            factors = (1.0 - decays[:n, None]) / scale
+            x = rows[done : done + n]
+            start = decays[0] * mean if decays[0] else 0.0  # 0 times a NaN would be a NaN
+            if out is not None:
+                averages = scale * (start + np.cumsum(factors * x, axis=0))
+            else:
+                averages = scale[-1:] * (start + factors.T @ x)
+        if out is not None:
+            out[done : done + n] = averages
+        mean = averages[-1].astype(mean.dtype)
+        done += n
+    return mean
+
+
+def exact(clock: SampleClock, before: Array, rows: Array, out: Array) -> None:
+    """Scan exact windows, of which the samples `before` are held.
+
+    Sums of runs of 1, 2, 4, … samples make those of any length: no difference is taken.
+    """
+    runs = np.concatenate([before, rows]).astype(wide(out.dtype))
+    lengths = clock.rule.samples(np.arange(clock.count + 1, clock.count + len(rows) + 1))
+    ends = np.arange(len(before), len(runs))  # where the rest of each window ends
+    sums = np.zeros((len(rows), rows.shape[1]), runs.dtype)
+    run = 1
+    while run <= lengths.max():
+        windows = np.flatnonzero(lengths & run)
+        sums[windows] += runs[ends[windows]]
+        ends[windows] -= run
+        runs[run:] = runs[run:] + runs[:-run]
+        run *= 2
+    out[...] = sums / lengths[:, None]

@@ -1,0 +1,537 @@
+"""Stores of numbers, of arrays, and of samples that are kept: what a `TailAverage` becomes."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from tailavg.core.clock import (
+    SUM,
+    BlockClock,
+    DecayClock,
+    Fold,
+    FoldingClock,
+    SampleClock,
+    Store,
+    Turn,
+)
+from tailavg.core.equation import root
+from tailavg.core.rules import AnyTail, windowed
+from tailavg.core.windows import AnyWindow
+from tailavg.numpy import scan as scans
+from tailavg.numpy.arithmetic import Array, aligned_zeros, joined, sum_rows, wide
+from tailavg.numpy.average import TailAverage, Windows, numbers
+
+__all__ = ["Arrays", "Blocks", "Decaying", "Numbers", "Samples", "Stored"]
+
+_add, _multiply, _ndarray = np.add, np.multiply, np.ndarray  # a look-up less in each update
+
+
+class Stored(TailAverage):
+    """An average that has samples. A new store fills in the methods that are abstract here.
+
+    What reaches them is checked: a sample is an array, samples are the rows of a matrix.
+    """
+
+    __slots__ = ()
+
+    _dtype: np.dtype[Any]
+
+    def update(self, x: Any) -> None:
+        sample = self._checked(x)
+        if sample is not None:
+            self._add(sample)
+
+    def value(self, window: AnyWindow | None = None) -> Any:
+        average = self._average(window)
+        return average.item() if self._shape is None else average
+
+    def update_many(self, xs: Any) -> None:
+        rows, _ = self._checked_rows(numbers(xs, "samples"))
+        if len(rows):
+            self._add_rows(rows)
+
+    def scan(self, xs: Any, window: Windows = None) -> Array:
+        samples = numbers(xs, "samples")
+        rows, kept = self._checked_rows(samples)
+        windows = self._checked_windows(window, len(rows))
+        several = isinstance(window, list | tuple)
+        before = [self.value(one) if self._count else np.nan for one in windows]
+        out: Array = np.empty((len(windows), len(rows), rows.shape[1]), self._dtype)
+        if len(rows):
+            self._scan_rows(rows, windows, out)
+        every = out.reshape(len(windows), len(rows), *(self._shape or ()))
+        if kept is not None:  # a sample that is left out leaves the average as it was
+            latest = np.cumsum(kept) - 1
+            every = np.array([
+                averages[latest] if len(rows) else np.broadcast_to(value, samples.shape)
+                for averages, value in zip(every, before, strict=True)
+            ])
+            for averages, value in zip(every, before, strict=True):
+                averages[latest < 0] = value
+        return every if several else every[0]
+
+    @abstractmethod
+    def _make_room(self) -> None:
+        """Hold no sample, in room for samples of this shape and dtype."""
+
+    @abstractmethod
+    def _add(self, sample: Array) -> None:
+        """Take one sample."""
+
+    @abstractmethod
+    def _add_rows(self, rows: Array) -> None:
+        """Take many."""
+
+    @abstractmethod
+    def _scan_rows(self, rows: Array, windows: list[AnyWindow | None], out: Array) -> None:
+        """Take many, and write the averages over each window after each of them."""
+
+    @abstractmethod
+    def _average(self, window: AnyWindow | None) -> Any:
+        """The average over a window, a new array or a number."""
+
+    @abstractmethod
+    def _restore(self, blocks: Array, partial: Array) -> None:
+        """Hold these means and this sum. The clock has been restored."""
+
+
+class Folding(Stored, Store):
+    """A sum and a mean for each block, of which a clock decides."""
+
+    __slots__ = ()
+
+    _clock: FoldingClock
+    _means: list[Any]  # as the clock's blocks; 0.0 where nothing is folded
+    _sum: Any
+    _until: int  # the step before which a sample needs nothing but an addition
+    _split: tuple[Any, ...]  # how numbers are read; see `Numbers`
+
+    @property
+    def _now(self) -> Any:
+        """The clock, at this step: updates count without it until something is due."""
+        self._clock.count = self._count
+        return self._clock
+
+    def _make_room(self) -> None:
+        self._means = [0.0] * len(self._clock.blocks)
+        self._schedule()
+
+    def _schedule(self) -> None:
+        """Look up when the next event is due, after the last one."""
+        self._count = self._clock.count
+        self._until = self._clock.next if self._nan_policy == "propagate" else -1
+        self._split = (-1,)
+
+    def _prepare(self) -> None:
+        """Do what is due before the next sample."""
+        self._clock.count = self._count
+        self._clock.prepare(self)
+        self._schedule()
+
+    def _add(self, sample: Array) -> None:
+        if self._count >= self._clock.next:
+            self._prepare()
+        self._accumulate(sample, self._now.factor)
+        self._count += 1
+
+    def fold(self, fold: Fold) -> None:
+        mean, lost = joined(self._means[-1], self._sum, fold)
+        self._means[-1] = self._as_mean(mean)
+        self._set_sum(lost)
+
+    def turn(self, turn: Turn) -> None:
+        gone, weight = turn
+        means = self._means
+        if weight:
+            with np.errstate(invalid="ignore"):
+                means[gone - 1] = means[gone - 1] * (1.0 - weight) + means[gone] * weight
+        self._means = [*means[:gone], *means[gone + 1 :], 0.0]
+        self._set_sum(0.0)
+
+    def _average(self, window: AnyWindow | None) -> Any:
+        terms = self._now.terms(window)
+        return self._combined(
+            [(weight, self._sum if block == SUM else self._means[block]) for weight, block in terms]
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        clock = self._now
+        shape = self._shape or ()
+        held = self._means[len(self._means) - len(clock.starts) :]
+        blocks = np.array([np.broadcast_to(mean, shape) for mean in held], self._dtype)
+        partial = np.array(np.broadcast_to(self._sum, shape), self._dtype)
+        if self._shape is None:
+            return self._state(blocks.tolist(), clock.folded, partial.tolist())
+        return self._state(blocks, clock.folded, partial)
+
+    def _restore(self, blocks: Array, partial: Array) -> None:
+        empty = len(self._means) - len(blocks)
+        self._means = [*[0.0] * empty, *map(self._as_mean, map(self._shaped, blocks))]
+        self._set_sum(self._shaped(partial))
+
+    # How samples are held.
+
+    @abstractmethod
+    def _accumulate(self, sample: Array, factor: float) -> None:
+        """Add a sample, times a factor, to the sum."""
+
+    @abstractmethod
+    def _combined(self, parts: list[tuple[float, Any]]) -> Any:
+        """The sum of weights times means."""
+
+    @abstractmethod
+    def _shaped(self, row: Array) -> Any:
+        """The row of a matrix as a number, or as an array of the samples' shape."""
+
+    @abstractmethod
+    def _as_mean(self, mean: Any) -> Any:
+        """What is to be a mean, in the accumulators' dtype."""
+
+    @abstractmethod
+    def _set_sum(self, total: Any) -> None:
+        """Overwrite the sum (a sum that was multiplied by 0 would keep a NaN)."""
+
+
+class _Numbers(Folding):
+    """Held as Python numbers."""
+
+    __slots__ = ()
+
+    def _make_room(self) -> None:
+        super()._make_room()
+        self._sum = 0.0
+
+    def _accumulate(self, sample: Array, factor: float) -> None:
+        self._sum += self._dtype.type(sample).item() * factor
+
+    def _combined(self, parts: list[tuple[float, Any]]) -> Any:
+        return sum(weight * mean for weight, mean in parts)
+
+    def _shaped(self, row: Array) -> Any:
+        return row.item()
+
+    def _as_mean(self, mean: Any) -> Any:
+        return mean
+
+    def _set_sum(self, total: Any) -> None:
+        self._sum = total
+
+
+class _Arrays(Folding):
+    """Held as arrays, to which samples are added in place."""
+
+    __slots__ = ()
+
+    def _make_room(self) -> None:
+        super()._make_room()
+        self._sum = aligned_zeros(self._shape or (), self._dtype)
+        self._scratch = None
+
+    def _accumulate(self, sample: Array, factor: float) -> None:
+        if factor == 1.0:
+            _add(self._sum, sample, self._sum, casting="same_kind")
+        else:
+            scaled = np.multiply(sample, factor, dtype=self._dtype, casting="same_kind")
+            _add(self._sum, scaled, self._sum)
+
+    def _combined(self, parts: list[tuple[float, Any]]) -> Any:
+        value = np.zeros(self._shape or (), self._dtype)
+        for weight, mean in parts:
+            value += weight * mean
+        return value
+
+    def _shaped(self, row: Array) -> Any:
+        return row.reshape(self._shape or ())
+
+    def _as_mean(self, mean: Any) -> Any:
+        return np.asarray(mean, self._dtype)
+
+    def _set_sum(self, total: Any) -> None:
+        self._sum[...] = total
+
+
+class Blocks(Folding):
+    """The averages of blocks, many samples at a time."""
+
+    __slots__ = ()
+
+    _clock: BlockClock
+
+    def _add_rows(self, rows: Array) -> None:
+        self._prepare()
+        clock: BlockClock = self._clock
+        if isinstance(clock.rule, AnyTail):
+            done = 0
+            while done < len(rows):
+                run = self._run(rows[done:])
+                self._take(run)
+                done += len(run)
+            return
+        # samples of blocks that will be given up are not looked at
+        before, folded, opened = clock.count, clock.folded, clock.blocks[-1]
+        held = dict(zip(clock.blocks, self._means, strict=True))
+        clock.advance(before + len(rows))
+        means = []
+        for start, end in pairwise([*clock.blocks, clock.count]):
+            mean = held.get(start, 0.0) if start < end else 0.0
+            if end > before:
+                total = self._shaped(
+                    sum_rows(rows[max(0, start - before) : end - before], self._dtype)
+                )
+                rest = end - start
+                if start == opened:
+                    total, rest = total + self._sum, end - folded
+                if end < clock.count:
+                    fold = Fold(rest, rest / (end - start), end - start)
+                    mean = self._as_mean(joined(mean, total, fold)[0])
+            means.append(mean)
+        self._means = means
+        self._settle(total)
+
+    def _settle(self, total: Any) -> None:
+        """Hold this sum of the samples that are not folded, which are perhaps many."""
+        if self._clock.overfull:  # in double precision, until it is folded
+            mean, total = joined(self._means[-1], total, self._clock.fold())
+            self._means[-1] = self._as_mean(mean)
+        self._set_sum(total)
+        self._schedule()
+
+    def _run(self, rows: Array) -> Array:
+        """The first of these rows, those that go into the open block."""
+        self._prepare()
+        return rows[: self._clock.closes - self._count]
+
+    def _take(self, run: Array) -> None:
+        """Take samples that go into the open block."""
+        total = self._sum + self._shaped(sum_rows(run, self._dtype))
+        self._clock.count += len(run)
+        self._settle(total)
+
+    def _scan_rows(self, rows: Array, windows: list[AnyWindow | None], out: Array) -> None:
+        done = 0
+        while (done := done + self._scan_alike(rows[done:], out[0, done:])) < len(rows):
+            run = self._run(rows[done:])
+            for window, averages in zip(windows, out[:, done : done + len(run)], strict=True):
+                scans.open_block(self._clock, self._means, self._sum, run, window, averages)
+            self._take(run)
+            done += len(run)
+
+    def _scan_alike(self, rows: Array, out: Array) -> int:
+        """Scan whole blocks at once, if that is possible from here on; the number of rows done."""
+        clock = self._now
+        if clock.count < clock.closes or isinstance(clock.rule, AnyTail):
+            return 0
+        if clock.count > clock.folded:
+            self.fold(clock.fold())
+        done, means = scans.alike_blocks(clock, self._means, rows, out)
+        if done:
+            self._means = [self._as_mean(self._shaped(mean)) for mean in means]
+            self._set_sum(0.0)
+            clock.advance(clock.count + done)
+            clock.fold()  # all are in means
+        self._schedule()
+        return done
+
+
+class Decaying(Folding):
+    """Exponential averages, many samples at a time."""
+
+    __slots__ = ()
+
+    _clock: DecayClock
+
+    def _add_rows(self, rows: Array) -> None:
+        self._walk(rows, None)
+
+    def _scan_rows(self, rows: Array, windows: list[AnyWindow | None], out: Array) -> None:
+        self._walk(rows, out[0])
+
+    def _walk(self, rows: Array, out: Array | None) -> None:
+        mean = np.reshape(self._average(None), -1).astype(wide(self._dtype))
+        mean = scans.decaying(self._clock.rule, self._count, mean, rows, out)
+        count = self._count + len(rows)
+        self._clock.restore(count, [0], count)
+        self._means = [self._as_mean(self._shaped(mean))]
+        self._set_sum(0.0)
+        self._schedule()
+
+
+class Numbers(_Numbers, Blocks, clock=BlockClock, numbers=True):
+    """Blocks of numbers."""
+
+    __slots__ = ()
+
+    def update(self, x: Any) -> None:
+        t = self._count
+        if x.__class__ is float:
+            if t < self._until:
+                self._sum += x
+                self._count = t + 1
+                return
+            if self._until >= 0:  # something is due, and nothing needs a check
+                self._prepare()
+                self._sum += x
+                self._count = t + 1
+                return
+        elif t < self._until and isinstance(x, float | int):
+            self._sum += float(x)
+            self._count = t + 1
+            return
+        Stored.update(self, x)
+
+    def value(self, window: AnyWindow | None = None) -> Any:
+        t = self._count
+        split = self._split
+        if t >= split[0]:
+            if isinstance(self._clock.rule, AnyTail) or window is not None:
+                return self._average(window)
+            self._split = split = self._look()
+        elif window is not None:
+            return self._average(window)  # which raises
+        _, size, old, old_mean, since, folded, folded_mean = split
+        newer = t - since
+        excess = newer + old - size(t)
+        g = root(old, newer, excess if excess > 0.0 else 0.0)
+        return (1.0 - g) * (folded_mean * (folded / newer) + self._sum / newer) + g * old_mean
+
+    def _look(self) -> tuple[Any, ...]:
+        """How the average is read until a step, unless something is due before.
+
+        The oldest block that has a weight (its size and mean) is joined to all samples since a
+        step, of which some are folded (how many, and their mean).
+        """
+        clock = self._now
+        oldest, since, until = clock.split()
+        old, old_mean = 0, 0.0
+        if oldest >= 0:
+            old, old_mean = since - clock.blocks[oldest], self._means[oldest]
+        folded, folded_mean = scans.newer_part(clock, self._means, since)
+        return until, clock.rule.window.size, old, old_mean, since, folded, folded_mean
+
+
+class Arrays(_Arrays, Blocks, clock=BlockClock):
+    """Blocks of arrays."""
+
+    __slots__ = ()
+
+    def update(self, x: Any) -> None:
+        t = self._count
+        if (
+            t < self._until
+            and x.__class__ is _ndarray
+            and x.shape == self._shape
+            and x.dtype is self._dtype
+        ):
+            _add(self._sum, x, self._sum)
+            self._count = t + 1
+            return
+        Stored.update(self, x)
+
+
+class DecayingNumbers(_Numbers, Decaying, clock=DecayClock, numbers=True):
+    """Exponential averages of numbers."""
+
+    __slots__ = ()
+
+    def update(self, x: Any) -> None:
+        t = self._count
+        if x.__class__ is float and self._until >= 0:
+            if t >= self._until:
+                self._prepare()
+            clock = self._clock
+            self._sum += x * clock.factors[t - clock.folded]
+            self._count = t + 1
+            return
+        Stored.update(self, x)
+
+    def value(self, window: AnyWindow | None = None) -> Any:
+        return self._average(window)
+
+
+class DecayingArrays(_Arrays, Decaying, clock=DecayClock):
+    """Exponential averages of arrays."""
+
+    __slots__ = ()
+
+    def update(self, x: Any) -> None:
+        t = self._count
+        if (
+            t < self._until
+            and x.__class__ is _ndarray
+            and x.shape == self._shape
+            and x.dtype is self._dtype
+        ):
+            if self._scratch is None:
+                self._scratch = aligned_zeros(x.shape, x.dtype)
+            clock = self._clock
+            _multiply(x, clock.factors[t - clock.folded], self._scratch)
+            _add(self._sum, self._scratch, self._sum)
+            self._count = t + 1
+            return
+        Stored.update(self, x)
+
+
+class Samples(Stored):
+    """The last samples themselves, in order; the newest stands just before `_end`."""
+
+    __slots__ = ()
+
+    _clock: SampleClock
+    _buffer: Array
+    _end: int
+
+    def _make_room(self) -> None:
+        self._hold(np.empty((0, int(np.prod(self._shape or ()))), self._dtype), 0)
+
+    def _hold(self, samples: Array, room: int) -> None:
+        """Hold these samples, with room for more."""
+        self._buffer = np.empty((len(samples) + room, samples.shape[1]), self._dtype)
+        self._buffer[: len(samples)] = samples
+        self._end = len(samples)
+
+    @property
+    def _kept(self) -> Array:
+        """The samples that are averaged."""
+        self._clock.count = self._count
+        buffer: Array = self._buffer[self._end - self._clock.kept : self._end]
+        return buffer
+
+    def _add(self, sample: Array) -> None:
+        self._add_rows(sample.reshape(1, -1))
+
+    def _add_rows(self, rows: Array) -> None:
+        after = self._count + len(rows)
+        needed = self._clock.rule.samples(after)
+        rows = rows[-needed:]
+        if self._end + len(rows) > len(self._buffer):
+            kept = self._buffer[self._end - (needed - len(rows)) : self._end]
+            self._hold(kept, needed + len(rows) + 16)
+        self._buffer[self._end : self._end + len(rows)] = rows
+        self._end += len(rows)
+        self._count = after
+
+    def _average(self, window: AnyWindow | None) -> Any:
+        windowed(self.rule, window, self._count)
+        held = self._kept
+        return (sum_rows(held, self._dtype) / len(held)).astype(self._dtype).reshape(self._shape or ())
+
+    def _scan_rows(self, rows: Array, windows: list[AnyWindow | None], out: Array) -> None:
+        scans.exact(self._clock, self._kept, rows, out[0])
+        self._add_rows(rows)
+
+    def state_dict(self) -> dict[str, Any]:
+        held = self._kept.reshape(-1, *(self._shape or ()))
+        if self._shape is None:
+            return self._state(held.tolist(), self._count, 0.0)
+        return self._state(held.copy(), self._count, np.zeros(self._shape, self._dtype))
+
+    def _restore(self, blocks: Array, partial: Array) -> None:
+        if partial.any():
+            raise ValueError("state: partial: expected nothing to fold beside the samples kept")
+        self._hold(blocks.reshape(len(blocks), int(np.prod(self._shape or ()))), 0)
+
+
+TailAverage._stores |= {(SampleClock, False): Samples, (SampleClock, True): Samples}
