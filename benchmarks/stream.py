@@ -1,4 +1,4 @@
-"""`tailavg stream` against `mawk`, on 10⁷ lines.
+"""`tailavg stream` against `mawk`, on 10⁷ lines; and the time of a line that comes alone.
 
     python benchmarks/stream.py [--rounds 3] [--lines 10000000]
 
@@ -6,10 +6,14 @@ mawk writes the running mean of a file, which is the least that it can do; `tail
 the average of the last quarter. Both are processes from start to end that write to a file, in
 interleaved rounds of which the best counts. Ratios are against mawk on the same file; smaller is
 faster. The rows go to results/stream.csv, and as a table to results/stream.md.
+
+A lone line is parsed, averaged, formatted and written to /dev/null, after 20,000 others: the time
+within the process, without the wait for the line. Its rows hold the median and the best.
 """
 
 import argparse
 import csv
+import os
 import platform
 import shutil
 import subprocess
@@ -22,11 +26,24 @@ from time import perf_counter
 
 import numpy as np
 
+from tailavg import AnytimeWindow
+from tailavg.cli.lines import CsvInput, PlainInput
+from tailavg.cli.stream import Output, Session, _write
+
 RESULTS = Path(__file__).parent / "results"
 STREAM = [sys.executable, "-m", "tailavg", "stream", "--window"]
 MEAN = ["mawk", "{ s += $1; print s / NR }"]
 COLUMN_MEAN = ["mawk", "-F,", "NR > 1 { s += $2; print s / (NR - 1) }"]
+HEADER = "step,loss,run\n"
 Candidate = tuple[str, list[str]]  # name, command
+
+
+def plain_line(_: int, x: float) -> str:
+    return f"{x:.6f}\n"
+
+
+def table_line(i: int, x: float) -> str:
+    return f"{i},{x:.6f},train\n"
 
 
 def write(path: Path, lines: int, header: str, line: Callable[[int, float], str]) -> str:
@@ -39,11 +56,9 @@ def write(path: Path, lines: int, header: str, line: Callable[[int, float], str]
 
 def groups(folder: Path, lines: int) -> dict[str, list[Candidate]]:
     """By name, with mawk first."""
-    short = write(folder / "short.txt", lines, "", lambda _, x: f"{x:.6f}\n")
+    short = write(folder / "short.txt", lines, "", plain_line)
     full = write(folder / "full.txt", lines, "", lambda _, x: f"{x!r}\n")
-    table = write(
-        folder / "table.csv", lines, "step,loss,run\n", lambda i, x: f"{i},{x:.6f},train\n"
-    )
+    table = write(folder / "table.csv", lines, HEADER, table_line)
     return {
         "plain numbers of 6 decimals": [
             ("mawk, mean", [*MEAN, short]),
@@ -70,6 +85,28 @@ def measure(command: list[str], output: Path) -> tuple[float, float]:
     return took, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
+def lone_lines(source: PlainInput, header: bytes, line: Callable[[int, float], str]) -> list[float]:
+    """The microseconds that each of 5,000 lines takes, which come one by one after others."""
+    numbers = np.random.default_rng(0).normal(2, 1, 25_000).tolist()
+    texts = [line(i, x).encode() for i, x in enumerate(numbers)]
+    session = Session([(AnytimeWindow(0.25), None)], source, Output.plain, 1, False)
+    session.answer(header + b"".join(texts[:20_000]))
+    took = []
+    sys.stdout.flush()
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    try:
+        for text in texts[20_000:]:
+            start = perf_counter()
+            _write(session.answer(text))
+            took.append(1e6 * (perf_counter() - start))
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
+    return took
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3, help="rounds of each group (%(default)s)")
@@ -92,12 +129,22 @@ def main() -> None:
                 rows.append([group, name, f"{clock:.3g}", ratios[0], f"{processor:.3g}", ratios[1]])
                 print(f"{group:30} {name:20} {clock:6.3g} s, {ratios[0]:>5} × mawk;", end=" ")
                 print(f"processor {processor:6.3g} s, {ratios[1]:>5} × mawk")
+    lone = []
+    for name, took in (
+        ("plain numbers", lone_lines(PlainInput(["value"], None), b"", plain_line)),
+        ("a CSV column", lone_lines(CsvInput(["loss"], None), HEADER.encode(), table_line)),
+    ):
+        median, best_one = f"{np.median(took):.3g}", f"{min(took):.3g}"
+        lone.append([name, median, best_one])
+        print(f"{'a lone line':30} {name:20} median {median} µs, best {best_one} µs")
     RESULTS.mkdir(exist_ok=True)
     heads = ["group", "candidate", "seconds", "ratio", "processor seconds", "ratio of those"]
+    heads += ["median µs", "best µs"]
     with (RESULTS / "stream.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(heads)
-        writer.writerows(rows)
+        writer.writerows([*row, "", ""] for row in rows)
+        writer.writerows(["a lone line", name, *[""] * 4, *times] for name, *times in lone)
     version = subprocess.run(["mawk", "-W", "version"], capture_output=True, text=True)
     versions = (
         f"Python {platform.python_version()}, NumPy {np.__version__}, "
@@ -116,7 +163,8 @@ def main() -> None:
     text = (
         f"{versions}; {options.lines:,} lines, best of {options.rounds} interleaved rounds.\n\n"
         + "\n".join(table)
-        + "\n"
+        + "\n\n| a line that comes alone | median µs | best µs |\n| --- | ---: | ---: |\n"
+        + "".join(f"| {' | '.join(row)} |\n" for row in lone)
     )
     (RESULTS / "stream.md").write_text(text)
     print(f"\nkept in {RESULTS / 'stream.csv'}", file=sys.stderr)

@@ -1,10 +1,12 @@
 """`tailavg stream`, live: answers at once, signals, and a state to go on from."""
 
+import json
 import signal
 import subprocess
 import threading
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from streams import (
@@ -19,8 +21,11 @@ from streams import (
     expected,
     failed,
     lines,
+    same_digits,
 )
-from tailavg import AnytimeWindow, TailAverage
+from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, Growing, TailAverage
+from tailavg.cli.lines import CsvInput, PlainInput
+from tailavg.cli.stream import Output, Series, Session
 
 
 class Live:
@@ -76,6 +81,87 @@ def test_half_a_line_is_waited_for():
         assert live.ask("0") == "15.5\n"
 
 
+SHARED = AnyTail(12, 0.1)
+READS = {
+    "fraction": [(AnytimeWindow(0.25), None)],
+    "count": [(AnytimeWindow(20), None)],
+    "exponential": [(Exponential(0.25), None)],
+    "exact": [(ExactWindow(50), None)],
+    "windows": [(SHARED, Growing(0.1)), (AnytimeWindow(20), None), (SHARED, Growing(0.5))],
+}
+
+
+def answers(session, blocks):
+    with np.errstate(all="ignore"):
+        return "".join(session.answer(block.encode()).decode() for block in blocks)
+
+
+def plain_session(reads):
+    return Session(reads, PlainInput(["value"], None), Output.plain, 1, False)
+
+
+@pytest.mark.parametrize("odd", [[], ["nan"], ["inf"], ["-inf"], ["inf", "-inf"], ["1e290"]])
+@pytest.mark.parametrize("method", READS)
+def test_lines_one_by_one_are_a_block(method, odd):
+    reads = READS[method]
+    numbers = [f"{x:.4f}" for x in np.random.default_rng(3).normal(3, 1, 3000)]
+    numbers[300 : 300 + len(odd)] = odd
+    alone = answers(plain_session(reads), [f"{number}\n" for number in numbers])
+    assert same_digits(alone, answers(plain_session(reads), [lines(numbers)]))
+    few = [lines(numbers[i : i + 100]) for i in range(0, 3000, 100)]
+    assert same_digits(alone, answers(plain_session(reads), few))
+    averages = {rule: TailAverage(rule) for rule, _ in reads}
+    rows = []
+    with np.errstate(all="ignore"):
+        for number in numbers:
+            for average in averages.values():
+                average.update(float(number))
+            rows.append([averages[rule].value(window) for rule, window in reads])
+    assert alone == lines("\t".join(f"{x:.12g}" for x in row) for row in rows)
+    if method != "exponential":  # for which the past never ends
+        assert all(1 < x < 5 for x in rows[-1])
+
+
+@pytest.mark.parametrize("method", READS)
+@pytest.mark.parametrize("kind", [PlainInput, CsvInput])
+def test_a_line_alone_is_not_scanned(monkeypatch, method, kind):
+    session = Session(READS[method], kind(["value"], None), Output.plain, 1, False)
+    session.source.suffixes = [str(i) for i in range(len(session.reads))]
+    header = "value\n" if kind is CsvInput else ""
+    answers(session, [header + lines(NUMBERS)])
+    held = len(json.dumps([one.state_dict() for one in session.series[""][0].averages]))
+
+    def refuse(*_):
+        raise AssertionError("scanned")
+
+    monkeypatch.setattr(Series, "scan", refuse)
+    for storage in (TailAverage, *TailAverage._stores.values()):
+        monkeypatch.setattr(storage, "scan", refuse)
+    for name in ("parse_numbers", "format_numbers"):
+        monkeypatch.setattr(f"tailavg.cli.lines.{name}", refuse)
+    monkeypatch.setitem(Session._answer_rows.__globals__, "format_numbers", refuse)
+    assert answers(session, [f"{number}\n" for number in NUMBERS]).count("\n") == len(NUMBERS)
+    (series,) = session.series[""]
+    assert series.count == 2 * len(NUMBERS)
+    # nothing but the averages is kept, and they have not grown
+    assert set(vars(series)) == {"averages", "reads"}
+    assert len(json.dumps([one.state_dict() for one in series.averages])) < 1.2 * held
+
+
+def test_the_state_holds_averages(tmp_path):
+    state = tmp_path / "state"
+    done("--windows", "0.25,20,0.5", "-c", "loss", "-c", "step", "--state", state, text=CSV)
+    saved = json.loads(state.read_text())["series"]
+    assert list(saved) == [""]
+    for column_, numbers in zip(saved[""], [NUMBERS, range(300)], strict=True):
+        for average, rule in zip(column_, [AnyTail(12, 0.25), AnytimeWindow(20)], strict=True):
+            loaded, whole = TailAverage.from_state_dict(average), TailAverage(rule)
+            whole.update_many([float(number) for number in numbers])
+            assert (loaded.rule, loaded.count) == (rule, 300)
+            window = 0.5 if isinstance(rule, AnyTail) else None
+            assert loaded.value(window) == pytest.approx(whole.value(window), rel=1e-12)
+
+
 METHODS = [
     ["-w", "0.25"],
     ["-w", "1000"],
@@ -97,7 +183,7 @@ METHODS = [
     ],
 )
 def test_stop_and_go_is_never_stopping(tmp_path, options, odd):
-    """To the byte, wherever it is cut."""
+    """To the digits written, wherever it is cut."""
     numbers = list(LONG)
     if odd:
         numbers[20_000] = odd
@@ -106,7 +192,7 @@ def test_stop_and_go_is_never_stopping(tmp_path, options, odd):
         done(*options, "--state", tmp_path / "state", text=lines(numbers[start:end]))
         for start, end in pairwise([0, 1, 14_000, 20_000, 20_001, 40_000])
     ]
-    assert "".join(parts) == whole
+    assert same_digits("".join(parts), whole)
     assert [path.name for path in tmp_path.iterdir()] == ["state"]
 
 
@@ -130,7 +216,7 @@ def test_stop_and_go_with_columns_and_keys(tmp_path, option, text, by, output):
         done(*options, "--state", tmp_path / "state", text=lines(rows[start:end]))
         for start, end in pairwise([0, 1, 100, len(rows)])
     ]
-    assert "".join(parts) == whole
+    assert same_digits("".join(parts), whole)
 
 
 def test_stop_and_go_with_several_windows_of_columns_and_keys(tmp_path):
@@ -141,7 +227,15 @@ def test_stop_and_go_with_several_windows_of_columns_and_keys(tmp_path):
         done(*options, "--state", tmp_path / "state", text=lines(rows[start:end]))
         for start, end in pairwise([0, 100, len(rows)])
     ]
-    assert "".join(parts) == whole
+    assert same_digits("".join(parts), whole)
+
+
+def test_stop_and_go_with_both_infinities(tmp_path):
+    """A state whose average is a NaN is read without a warning."""
+    for options in METHODS:
+        state = ["--state", tmp_path / "-".join(options)]
+        parts = [done(*options, *state, text=text) for text in ("1\ninf\n-inf\n", "1\n2\n")]
+        assert "".join(parts) == done(*options, text="1\ninf\n-inf\n1\n2\n")
 
 
 def test_a_header_may_come_again(tmp_path):
@@ -166,7 +260,7 @@ def test_signals_save_the_state(tmp_path, options, number, code):
         f"tailavg: stopped after line 20; the state up to there is in {state}\n",
     )
     after = done(*options, "--state", state, text=lines(LONG[20:40]))
-    assert "".join(before) + after == done(*options, text=lines(LONG[:40]))
+    assert same_digits("".join(before) + after, done(*options, text=lines(LONG[:40])))
 
 
 def test_a_signal_in_the_midst_of_a_flood(tmp_path):
@@ -184,8 +278,8 @@ def test_a_signal_in_the_midst_of_a_flood(tmp_path):
     following = (lines(LONG) * 50).splitlines()[len(written) :][:100]
     after = done("-w", "0.25", "--state", state, text=lines(following))
     whole = done("-w", "0.25", feed).splitlines(keepends=True)
-    assert "".join(written) == "".join(whole[: len(written)])
-    assert after == "".join(whole[len(written) :][:100])
+    assert same_digits("".join(written), "".join(whole[: len(written)]))
+    assert same_digits(after, "".join(whole[len(written) :][:100]))
 
 
 def test_a_bad_row_leaves_the_state_of_what_came_before(tmp_path):
@@ -235,13 +329,18 @@ def test_a_state_of_other_windows_is_refused(tmp_path):
         lambda _: "[]",
         lambda _: "{}",
         lambda _: "\x80\x00",
-        lambda text: text.replace('"version": 1', '"version": 2', 1),
-        lambda text: text.replace('"count": 8', '"count": 7'),
-        lambda text: text.replace('"samples": [9.0', '"samples": ["one"'),
-        lambda text: text.replace('"samples": [9.0', '"samples": [[9.0]'),
-        lambda text: text.replace('"samples": [9.0', '"samples": [9.0, 9.0'),
-        lambda text: text.replace('"averages": [{', '"averages": [], "more": [{'),
-        lambda text: text.replace('"series": {"": [{', '"series": {"": [], "a": [{'),
+        lambda text: text.replace('"version": 2', '"version": 1', 1),
+        lambda text: text.replace('"version": 2', '"version": 3', 1),
+        lambda text: text.replace('"count": 9', '"count": 7'),
+        lambda text: text.replace('"scalar": true', '"scalar": false'),
+        lambda text: text.replace('"blocks": [', '"blocks": ["one", '),
+        lambda text: text.replace('"blocks": [', '"blocks": [[9.0], '),
+        lambda text: text.replace('"blocks": [', '"blocks": [9.0, '),
+        lambda text: text.replace('"partial": ', '"partial": "one", "more": '),
+        lambda text: text.replace('"series": {"": [[{', '"series": {"": [[]], "a": [[{'),
+        lambda text: text.replace('"series": {"": [[{', '"series": {"": [[], [{'),
+        lambda text: text.replace('"series": {"": [[', '"series": {"": [[9.0, '),
+        lambda text: text.replace('"series": {"": [[{', '"series": {"": [], "a": [[{'),
     ],
 )
 def test_a_damaged_state_is_refused(tmp_path, damage):

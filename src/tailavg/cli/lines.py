@@ -15,12 +15,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import numpy.typing as npt
 
-import numpy as np
 from tailavg.cli.common import fail
 
 __all__ = [
+    "NUMBER",
     "CsvInput",
     "JsonInput",
     "PlainInput",
@@ -34,7 +35,10 @@ __all__ = [
 ]
 
 DIGITS = 12
-"""The significant digits of a number that is written, as in `%.12g`."""
+"""The significant digits of a number that is written."""
+
+NUMBER = f"%.{DIGITS}g"
+"""How a number is written."""
 
 Array = npt.NDArray[Any]
 
@@ -403,7 +407,7 @@ def _format_slice(numbers: Array, width: int) -> bytes:
     misplaced = (scaled < 10.0 ** (DIGITS - 1)) | (rounded >= 10.0**DIGITS)
     unsure = np.flatnonzero(~usual | halves | misplaced)
     if 4 * len(unsure) > len(numbers):
-        line = "\t".join([f"%.{DIGITS}g"] * width) + "\n"
+        line = "\t".join([NUMBER] * width) + "\n"
         return (line * (len(numbers) // width) % tuple(numbers.tolist())).encode()
     exponents[unsure], rounded[unsure] = 0, 10.0 ** (DIGITS - 1)  # to be overwritten
     rows = np.zeros((len(numbers), 20), np.uint8)  # a byte that is not needed stays 0
@@ -427,7 +431,7 @@ def _format_slice(numbers: Array, width: int) -> bytes:
         row[:, after : after + DIGITS - point] = digit[:, point:]
         rows[alike] = row
     for i in unsure.tolist():
-        text = (b"%.*g" % (DIGITS, numbers[i])).ljust(19, b"\0")
+        text = (NUMBER % numbers[i]).encode().ljust(19, b"\0")
         rows[i, :-1] = np.frombuffer(text, np.uint8)
     return rows.tobytes().translate(None, b"\0")
 

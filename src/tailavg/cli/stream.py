@@ -1,7 +1,7 @@
 """`tailavg stream`: numbers from a pipe or a file, and their averages at every line.
 
 Input comes in blocks of the lines that have arrived: one line when it is slow, thousands when it
-is fast. A block of nothing but numbers is handled as arrays; any other, a row at a time.
+is fast. Many lines of nothing but numbers are handled as arrays; any others, a row at a time.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 
-import numpy as np
-from tailavg import AnyTail, AnytimeWindow, ExactWindow, TailAverage
+from tailavg import AnyTail, AnytimeWindow, TailAverage
 from tailavg.cli.common import Method, fail, parse_rule, parse_windows, window_name
 from tailavg.cli.lines import (
+    NUMBER,
     Array,
     CsvInput,
     JsonInput,
@@ -40,8 +42,8 @@ from tailavg.core.windows import Growing, Window
 __all__ = ["Output", "stream"]
 
 BLOCK = 1 << 20  # the most bytes that are read before they are answered
-CUT = 15_000  # the most that a scan takes at once; see `Series`
-STATE = {"format": "tailavg stream", "version": 1}
+MANY = 30  # the fewest lines that are faster as arrays
+STATE = {"format": "tailavg stream", "version": 2}
 
 Reads = list[tuple[Rule, Window | None]]
 """For each average of a column, what it is read from, and the window if that has none."""
@@ -142,10 +144,11 @@ def stream(
     if state is not None:
         session.load(state)
     try:
-        for block in blocks:
-            _write(session.answer(block))
-            if session.error:
-                break
+        with np.errstate(all="ignore"):
+            for block in blocks:
+                _write(session.answer(block))
+                if session.error:
+                    break
     except BrokenPipeError:  # nobody reads on, as in `| head`
         blocks.signal = None
     except OSError as error:
@@ -262,92 +265,42 @@ class Blocks:
 
 
 class Series:
-    """The averages of one column, to the bit the same however its samples arrive.
+    """The averages of one column."""
 
-    A scan rounds a little differently where it begins and ends. So scans begin at cuts, which
-    depend on the count alone; samples since the last cut are kept, and scanned again with what
-    follows. Cuts are close at first, where blocks are small and a scan of many of them is slow.
-    """
-
-    def __init__(
-        self, reads: Reads, averages: list[TailAverage] | None = None, samples: Any = ()
-    ) -> None:
+    def __init__(self, reads: Reads, averages: list[TailAverage] | None = None) -> None:
         rules = list(dict.fromkeys(rule for rule, _ in reads))
-        self.reads = [(rules.index(rule), window) for rule, window in reads]
         if averages is None:
             averages = [TailAverage(rule) for rule in rules]
-        self.averages = averages  # without the samples
-        self.samples = np.array(samples, np.float64)
-        at_cut = {average.count for average in self.averages}
-        if [average.rule for average in self.averages] != rules or len(at_cut) > 1:
-            raise ValueError(f"expected averages of {rules}, got {self.averages}")
-        if self.samples.ndim != 1 or len(self.samples) >= self._cut:
-            raise ValueError(f"{self.samples.shape} samples after {at_cut}")
-        if at_cut != {0}:
-            self._values()
+        if [average.rule for average in averages] != rules:
+            raise ValueError(f"expected averages of {rules}, got {averages}")
+        if len({average.count for average in averages}) > 1:
+            raise ValueError(f"expected averages of as many numbers, got {averages}")
+        self.averages = averages
+        self.reads = [(averages[rules.index(rule)], window) for rule, window in reads]
 
     @property
     def count(self) -> int:
         """The number of samples so far."""
-        return self.averages[0].count + len(self.samples)
+        return self.averages[0].count
 
-    @property
-    def _cut(self) -> int:
-        """How many samples lie between the last cut and the next."""
-        return min(CUT, 1 + self.averages[0].count // 8)
-
-    def step(self, x: float) -> list[float]:
-        """Take one sample and return the averages; for series that are never scanned."""
+    def update(self, x: float) -> None:
+        """Take one sample."""
         for average in self.averages:
             average.update(x)
-        return self._values()
 
-    def _values(self) -> list[float]:
-        return [float(self.averages[i].value(window)) for i, window in self.reads]
+    def values(self) -> list[float]:
+        """The averages now."""
+        return [average.value(window) for average, window in self.reads]
 
     def scan(self, xs: Array) -> Array:
-        """Take samples, at least one, and return the averages after each, a row to a sample."""
-        if isinstance(self.averages[0].rule, ExactWindow):  # which does not round differently
-            return self.averages[0].scan(xs)[:, None]
-        parts = []
-        while len(xs):
-            known, cut = len(self.samples), self._cut
-            self.samples = np.concatenate([self.samples, xs[: cut - known]])
-            xs = xs[cut - known :]
-            rows = np.empty((len(self.samples), len(self.reads)))
-            averages = [self._scan_samples(i, cut, rows) for i in range(len(self.averages))]
-            if len(self.samples) == cut:
-                self.averages, self.samples = averages, self.samples[:0]
-            parts.append(rows[known:])
-        return np.concatenate(parts)
-
-    def _scan_samples(self, i: int, cut: int, rows: Array) -> TailAverage:
-        """Write what is read of average i after each sample since the cut; the average then.
-
-        What is returned is of use at the next cut only.
-        """
-        average = self.averages[i]
-        places = [place for place, (its, _) in enumerate(self.reads) if its == i]
-        n, finite = len(self.samples), np.isfinite(self.samples)
-        if isinstance(average.rule, AnyTail):  # whose sums are not changed by what follows
-            scanned = average if n == cut else average.copy()
-            windows: list[Any] = [self.reads[place][1] for place in places]
-            rows[:, places] = scanned.scan(self.samples, windows).T
-            return scanned
-        # always scan as many, since the last digit of a sum can depend on how many follow, and
-        # one by one from an infinity or NaN on, which would change the sums before it
-        usual = n if finite.all() else int(finite.argmin())
-        scanned = average if usual == cut else average.copy()
-        padded = np.zeros(cut)
-        padded[:usual] = self.samples[:usual]
-        rows[:, places] = scanned.scan(padded)[:n, None]
-        if usual < n:
-            scanned = average.copy()
-            for step, x in enumerate(self.samples.tolist()):
-                scanned.update(x)
-                if step >= usual:
-                    rows[step, places] = scanned.value()
-        return scanned
+        """Take samples, and return the averages after each, a row to a sample."""
+        rows = np.empty((len(xs), len(self.reads)))
+        for average in self.averages:
+            places = [i for i, (its, _) in enumerate(self.reads) if its is average]
+            windows: Any = [self.reads[i][1] for i in places]
+            shared = isinstance(average.rule, AnyTail)
+            rows[:, places] = np.atleast_2d(average.scan(xs, windows if shared else None)).T
+        return rows
 
 
 @dataclass
@@ -376,8 +329,7 @@ class Session:
             self.opened = True
             self.lines = block.count(b"\n") - rows.count(b"\n")
             block = rows
-        with np.errstate(all="ignore"):
-            text = self._answer_rows(block) if block else b""
+        text = self._answer_rows(block)
         if self.output is Output.csv and self.source.names and not self.headed:
             self.headed = True
             header = csv_line([*self.source.names, *self.source.averages])
@@ -385,35 +337,60 @@ class Session:
         return text
 
     def _answer_rows(self, block: bytes) -> bytes:
-        """The answer to rows: as arrays if all are as they should be, otherwise one by one."""
-        if self.source.by is None and self.output is not Output.jsonl:
+        """The answer to rows: as arrays if they are many and all is well, otherwise one by one."""
+        many = self.source.by is None and block.count(b"\n") >= MANY
+        if many and self.output is not Output.jsonl:
             try:
                 numbers = self.source.numbers(block)
             except ValueError:
                 pass
             else:
                 self.lines += len(numbers)
-                carried = [] if self.output is Output.plain else decode(block).split("\n")[:-1]
-                return self._text(*self._scan(numbers), carried)
+                averages, shown = self._scan(numbers)
+                text = format_numbers(averages)
+                if self.output is Output.plain:
+                    return text
+                answers = text.replace(b"\t", b",").split(b"\n")[:-1]
+                pairs = zip(block.split(b"\n")[:-1][shown], answers, strict=True)
+                return b"".join([b"%b,%b\n" % pair for pair in pairs])
         rows = self._rows(block)
-        if not rows:
-            return b""
-        carried = []
+        if many and rows:
+            averages, shown = self._scan(np.array([row.numbers for row in rows]))
+            lines = list(map(self._line, rows[shown], averages.tolist()))
+        else:
+            lines = [self._line(row, now) for row in rows if (now := self._step(row))]
+        return "".join(lines).encode(errors="surrogateescape")
+
+    def _scan(self, numbers: Array) -> tuple[Array, slice]:
+        """Take rows of numbers: the averages that are to be shown, and after which rows."""
+        series = self._series("")
+        shown = slice(-(series[0].count + 1) % self.every, None, self.every)
+        columns = [one.scan(xs) for one, xs in zip(series, numbers.T, strict=True)]
+        return np.concatenate(columns, axis=1)[shown], shown
+
+    def _step(self, row: Row) -> list[float]:
+        """Take one row: the averages after it, or none if they are not to be shown."""
+        series = self._series(row.key)
+        for one, x in zip(series, row.numbers, strict=True):
+            one.update(x)
+        if series[0].count % self.every:
+            return []
+        return [average for one in series for average in one.values()]
+
+    def _line(self, row: Row, averages: list[float]) -> str:
+        """A line of the output: averages, beside what is carried through."""
+        texts = [NUMBER % average for average in averages]
         if self.output is Output.csv:
-            carried = [self.source.csv_cells(row) for row in rows]
-        elif self.output is Output.jsonl:
-            carried = [self.source.json_object(row) for row in rows]
-        if self.source.by is None:
-            return self._text(*self._scan(np.array([row.numbers for row in rows])), carried)
-        averages, counts = [], []
-        for row in rows:
-            series = self._series(row.key)
-            columns = zip(series, row.numbers, strict=True)
-            averages.append([average for one, x in columns for average in one.step(x)])
-            counts.append(series[0].count)
+            return ",".join([self.source.csv_cells(row), *texts]) + "\n"
         if self.output is Output.plain:
-            carried = [row.key for row in rows]
-        return self._text(np.array(averages), np.array(counts), carried)
+            return "\t".join(texts if self.source.by is None else [row.key, *texts]) + "\n"
+        pairs = zip(self._json_names, texts, strict=True)
+        cells = ", ".join([f"{name}: {_json_text(text)}" for name, text in pairs])
+        return f"{self.source.json_object(row)[:-1].rstrip()}, {cells}}}\n"
+
+    @cached_property
+    def _json_names(self) -> list[str]:
+        return [json.dumps(name, ensure_ascii=False) for name in self.source.averages]
 
     def _rows(self, block: bytes) -> list[Row]:
         """The rows of a block, up to the first bad one if that is not to be skipped."""
@@ -439,39 +416,6 @@ class Session:
             self.series[key] = [Series(self.reads) for _ in self.source.columns]
         return self.series[key]
 
-    def _scan(self, numbers: Array) -> tuple[Array, Array]:
-        """The averages after each row of numbers, and how many there were."""
-        series = self._series("")
-        counts = series[0].count + np.arange(1, len(numbers) + 1)
-        columns = [one.scan(numbers[:, i]) for i, one in enumerate(series)]
-        return np.concatenate(columns, axis=1), counts
-
-    def _text(self, averages: Array, counts: Array, carried: list[str]) -> bytes:
-        """Averages, beside what is carried through; of every N-th row only."""
-        if self.every > 1:
-            shown = np.flatnonzero(counts % self.every == 0)
-            averages = averages[shown]
-            carried = [carried[i] for i in shown.tolist()] if carried else []
-        text = format_numbers(averages)
-        if not carried:
-            return text
-        separator = "," if self.output is Output.csv else "\t"
-        lines = decode(text).replace("\t", separator).split("\n")[:-1]
-        if self.output is Output.jsonl:
-            names = [json.dumps(name, ensure_ascii=False) for name in self.source.averages]
-            rows = [
-                f"{start[:-1].rstrip()}, "
-                + ", ".join(
-                    f"{name}: {_json_text(number)}"
-                    for name, number in zip(names, line.split(separator), strict=True)
-                )
-                + "}"
-                for start, line in zip(carried, lines, strict=True)
-            ]
-        else:
-            rows = [f"{a}{separator}{b}" for a, b in zip(carried, lines, strict=True)]
-        return "".join([f"{row}\n" for row in rows]).encode(errors="surrogateescape")
-
     def _options(self) -> dict[str, Any]:
         """What a state has to have been made with."""
         return {
@@ -483,6 +427,7 @@ class Session:
             "averages": self.source.averages,
         }
 
+    @np.errstate(all="ignore")
     def load(self, path: Path) -> None:
         """Go on from a state, if there is one."""
         if not os.access(path.parent, os.W_OK):
@@ -514,21 +459,17 @@ class Session:
                 "move it away to begin anew"
             )
 
-    def _restored(self, saved: dict[str, Any]) -> Series:
+    def _restored(self, saved: list[dict[str, Any]]) -> Series:
         """A series as it was saved; a ValueError or TypeError if it is not one."""
-        averages = [TailAverage.from_state_dict(average) for average in saved["averages"]]
-        return Series(self.reads, averages, saved["samples"])
+        series = Series(self.reads, [TailAverage.from_state_dict(average) for average in saved])
+        if not all(isinstance(average, float) for average in series.values()):
+            raise ValueError(f"expected averages of numbers, got {series.averages}")
+        return series
 
     def save(self, path: Path) -> None:
         """Write the state, whole or not at all."""
         series = {
-            key: [
-                {
-                    "averages": [average.state_dict() for average in one.averages],
-                    "samples": one.samples.tolist(),
-                }
-                for one in series
-            ]
+            key: [[average.state_dict() for average in one.averages] for one in series]
             for key, series in self.series.items()
         }
         state = STATE | {
