@@ -14,9 +14,8 @@ from typing import Any, Literal
 from tailavg.core.extras import needs
 
 with needs("optax"):
-    import jax.numpy as jnp
-
     import jax
+    import jax.numpy as jnp
     import optax
 
 from tailavg.core.rules import Rule

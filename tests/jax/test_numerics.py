@@ -18,7 +18,7 @@ from schedule import advance
 from tailavg import AnytimeWindow, Exponential, Fixed, Growing, TailAverage
 from tailavg.core.profile import dense_weights
 from tailavg.core.state import state as layout
-from tailavg.core.windows import NEVER, Steps
+from tailavg.core.windows import INTEGERS, NEVER
 from tailavg.jax import tail_average
 from tailavg.jax.clock import traced
 
@@ -481,7 +481,7 @@ def test_a_block_is_closed_at_that_step_in_single_precision(rule):
 def test_a_step_is_stretched_to_the_last_digit(c, parts, start):
     ratio = Growing(c).stretch(parts)
     exact = math.ceil(Fraction(ratio, 2**60) * start)
-    assert Steps.stretched(start, ratio) == min(exact, NEVER)
+    assert INTEGERS.stretched(start, ratio) == min(exact, NEVER)
     steps = traced(AnytimeWindow(c)).window.steps
     for got in in_both_widths(lambda start: steps.stretched(start, ratio), start):
         assert got == min(exact, np.iinfo(got.dtype).max)
@@ -494,5 +494,5 @@ def test_a_stretched_step_does_not_overflow_in_int32():
         steps = traced(AnytimeWindow(c)).window.steps
         got = jax.jit(partial(steps.stretched, ratio=ratio))(jnp.asarray(starts, jnp.int32))
         assert got.dtype == jnp.int32
-        expected = [Steps.stretched(start, ratio) for start in starts.tolist()]
+        expected = [INTEGERS.stretched(start, ratio) for start in starts.tolist()]
         np.testing.assert_array_equal(got, np.minimum(expected, 2**31 - 1))

@@ -13,7 +13,9 @@ from tailavg.jax import TreeState, tail_average
 @pytest.mark.parametrize("other", [AnytimeWindow(10, 4), Exponential(10)], ids=short)
 def test_a_state_of_another_rule_is_refused(other):
     state = tail_average(10).init(1.0)
-    with pytest.raises(ValueError, match=r"state: expected one of .*, got a TracedBlocks of another"):
+    with pytest.raises(
+        ValueError, match=r"state: expected one of .*, got a TracedBlocks of another"
+    ):
         tail_average(other).update(state, 1.0)
     with pytest.raises(ValueError, match=r"state: expected one of Anytime"):
         tail_average(10).update(tail_average(Exponential(10)).init(1.0), 1.0)

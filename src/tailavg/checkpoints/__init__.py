@@ -19,13 +19,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import numpy.typing as npt
 
-import numpy as np
 from tailavg.core.clock import starts_at
 from tailavg.core.files import whole_file
 from tailavg.core.profile import dense_weights
-from tailavg.core.rules import ExactWindow, WindowRule
+from tailavg.core.rules import WindowRule
 from tailavg.core.windows import Reals
 
 __all__ = ["CheckpointError", "average_checkpoints", "natural", "weights"]
@@ -59,6 +59,7 @@ def natural(path: Path) -> tuple[list[int], str]:
 def weights(rule: WindowRule, files: int) -> Reals:
     """The weight of each of so many checkpoints, oldest first.
 
+    >>> from tailavg import ExactWindow
     >>> weights(ExactWindow(0.5), 4)
     array([0. , 0. , 0.5, 0.5])
     """

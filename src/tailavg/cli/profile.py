@@ -12,9 +12,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 
-import numpy as np
 from tailavg.cli.common import fail, parse_window
 from tailavg.core.clock import starts_at
 from tailavg.core.profile import Profile, newest_first

@@ -1,1 +1,1 @@
-"""Decisions, on Python numbers: windows, the equation, rules, the clock, the state. No framework."""
+"""Decisions on Python numbers: windows, the equation, rules, the clock, states. No framework."""

@@ -17,13 +17,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+
 from tailavg.core.equation import join
 from tailavg.core.rules import (
     AnyTail,
-    AnytimeWindow,
     BlockRule,
     ExactWindow,
     Exponential,
@@ -40,14 +40,12 @@ __all__ = [
     "BlockClock",
     "Clock",
     "DecayClock",
-    "Fold",
+    "Factors",
     "FoldingClock",
     "SampleClock",
-    "Split",
     "Store",
-    "Turn",
     "clock_for",
-    "decays",
+    "factors",
     "folding_clock_for",
     "starts_at",
 ]
@@ -62,52 +60,34 @@ SUM = -1
 """Stands for the sum of the samples that are in no mean yet, in place of a block."""
 
 
-class Fold(NamedTuple):
-    """How the sum is folded into the newest mean, and begun anew."""
-
-    total: float
-    """What the sum is divided by, to be a mean: the number of samples in it, or of their factors."""
-    weight: float
-    """The weight of that mean in the joint one; 1 if nothing was folded before."""
-    carry: float
-    """What the joint mean rounds off begins the next sum, multiplied by this."""
-
-
-class Turn(NamedTuple):
-    """What happens to the means when a block is opened. It comes last."""
-
-    gone: int
-    """The block that makes room."""
-    weight: float
-    """The weight of its mean in that of the block before, with which it is merged; 0 if not."""
-
-
-class Split(NamedTuple):
-    """An average as two means: of the oldest block that has a weight, and of all since."""
-
-    oldest: int
-    """That block; -1 if there is none beside the open one."""
-    since: int
-    """The start of the block after it."""
-    until: int
-    """The first step at which `oldest` has no weight any more."""
-
-
 class Store(ABC):
     """What holds the samples of one average: a sum, and a mean for each block, oldest first.
 
-    A store decides nothing: `Clock.prepare` calls these two.
+    A store decides nothing: `FoldingClock.prepare` calls these two.
     """
 
     __slots__ = ()
 
     @abstractmethod
-    def fold(self, fold: Fold) -> None:
-        """Fold the sum into the newest mean, and begin the next with what that rounds off."""
+    def fold(self, total: float, weight: float, carry: float) -> None:
+        """Fold the sum into the newest mean, and begin it anew.
+
+        Args:
+            total: What makes the sum a mean, divided by this: its number of samples, or the sum of
+                their factors.
+            weight: The weight of that in the joint mean; 1 if nothing was folded before.
+            carry: What the joint mean rounds off begins the next sum, multiplied by this.
+        """
 
     @abstractmethod
-    def turn(self, turn: Turn) -> None:
-        """Open a block: its mean takes the last place, and the sum is 0."""
+    def turn(self, gone: int, weight: float) -> None:
+        """Open a block: its mean comes last, and the sum is 0.
+
+        Args:
+            gone: The block that makes room.
+            weight: The weight of its mean in that of the block before, with which it is merged; 0
+                if it is given up.
+        """
 
 
 class Clock(ABC):
@@ -169,10 +149,10 @@ class FoldingClock(Clock):
         """Do what is due before the next sample."""
         if self.count >= self.next:
             if self.count > self.folded:
-                store.fold(self.fold())
+                store.fold(*self.fold())
             turn = self.turn()
             if turn is not None:
-                store.turn(turn)
+                store.turn(*turn)
 
     @property
     @abstractmethod
@@ -180,12 +160,12 @@ class FoldingClock(Clock):
         """What the next sample is multiplied by in the sum."""
 
     @abstractmethod
-    def fold(self) -> Fold:
-        """Count the sum as folded, and say how."""
+    def fold(self) -> tuple[float, float, float]:
+        """Count the sum as folded, and say how: see `Store.fold`."""
 
     @abstractmethod
-    def turn(self) -> Turn | None:
-        """If the open block is closed: open the next, and say how."""
+    def turn(self) -> tuple[int, float] | None:
+        """If the open block is closed: open the next, and say how: see `Store.turn`."""
 
 
 class BlockClock(FoldingClock):
@@ -241,13 +221,13 @@ class BlockClock(FoldingClock):
         """Whether so many samples are in the sum that it should be folded now."""
         return self.count >= self.folded + FOLD
 
-    def fold(self) -> Fold:
+    def fold(self) -> tuple[float, float, float]:
         count, start, folded = self.count, self.blocks[-1], self.folded
         self.folded = count
         self.next = min(self.closes, count + FOLD)
-        return Fold(count - folded, (count - folded) / (count - start), count - start)
+        return count - folded, (count - folded) / (count - start), count - start
 
-    def turn(self) -> Turn | None:
+    def turn(self) -> tuple[int, float] | None:
         t = self.count
         if t < self.closes:
             return None
@@ -256,7 +236,7 @@ class BlockClock(FoldingClock):
         self._schedule()
         return turn
 
-    def _open(self, t: int) -> Turn:
+    def _open(self, t: int) -> tuple[int, float]:
         """Open a block; the oldest makes room, or of an `AnyTail` one that is merged."""
         blocks, gone, weight = self.blocks, 0, 0.0
         if isinstance(self.rule, AnyTail) and blocks[0] != blocks[1]:
@@ -264,16 +244,20 @@ class BlockClock(FoldingClock):
             before, start, end = [*blocks, t][gone - 1 : gone + 2]
             weight = (end - start) / (end - before)
         self.blocks = [*blocks[:gone], *blocks[gone + 1 :], t]
-        return Turn(gone, weight)
+        return gone, weight
 
-    def split(self, window: AnyWindow | None = None, ahead: int = 0) -> Split:
-        """The average now, or some steps ahead in the same blocks, as two means."""
+    def split(self, window: AnyWindow | None = None, ahead: int = 0) -> tuple[int, int, int]:
+        """The average now, or some steps ahead in the same blocks, as two means.
+
+        The oldest block that has a weight (-1 if that is the open one), the start of the block
+        after it, since which all samples weigh alike, and the first step at which that is not so.
+        """
         t = self.count + ahead
-        rule = windowed(self.rule, window, t)
+        asked = windowed(self.rule, window, t).window
         for block, start in enumerate(self.blocks[1:]):
-            if t < (enough := rule.window.filled_at(start)):
-                return Split(block, start, enough)
-        return Split(-1, self.blocks[-1], NEVER)
+            if t < (enough := asked.filled_at(start)):
+                return block, start, enough
+        return -1, self.blocks[-1], NEVER
 
     def terms(self, window: AnyWindow | None = None) -> list[tuple[float, int]]:
         """See `Clock`.
@@ -291,9 +275,9 @@ class BlockClock(FoldingClock):
         g = join(ends[oldest] - blocks[oldest], t - since, size) if oldest >= 0 else 0.0
         each = (1.0 - g) / (t - since)  # the weight of each sample since
         found = [(g, oldest)] if g else []
-        for block in range(oldest + 1 if oldest >= 0 else len(blocks) - 1, len(blocks)):
-            if ends[block] > blocks[block]:
-                found.append((each * (ends[block] - blocks[block]), block))
+        newer = range(oldest + 1 if oldest >= 0 else len(blocks) - 1, len(blocks))
+        sizes = [(ends[block] - blocks[block], block) for block in newer]
+        found += [(each * size, block) for size, block in sizes if size]
         return [*found, (each, SUM)] if t > self.folded else found
 
     def alike(self) -> tuple[int, int]:
@@ -327,7 +311,7 @@ class BlockClock(FoldingClock):
         """
         while self.closes < t:
             size, until = self.alike()
-            if size and (turns := (min(t - 1, until + size) - self.blocks[-1]) // size):
+            if size and (turns := (min(t - 1, until + size) - self.blocks[-1]) // size) > 0:
                 self.blocks = [start + turns * size for start in self.blocks]
             else:
                 self._open(self.closes)
@@ -353,34 +337,33 @@ class DecayClock(FoldingClock):
 
     rule: Exponential
     decay: float
-    """g_{f+1}, the decay of the mean by the first sample after the fold."""
     factors: list[float]
-    """What each sample after the fold is multiplied by, w_i / G_i."""
     scales: list[float]
-    """G_i, what makes the sum after each of them a part of the average."""
 
     def restore(self, count: int, starts: Sequence[int], folded: int) -> None:
-        if not 0 <= folded <= count <= folded + FOLD or list(starts) != [0][:count]:
+        rest = count - folded
+        if not folded >= 0 or not 0 <= rest <= FOLD or list(starts) != [0][:count]:
             raise self._refuse(count, starts, folded)
-        # in single precision a fold may come a step later
-        decay, factors, scales = decays(self.rule, folded, least=count - folded)
-        if scales[-1] < SMALLEST**2:
+        found = _listed(self.rule, _as_constant(self.rule, folded), max(1, rest))
+        if found.scales[-1] < SMALLEST**2:  # in single precision a fold may come a step later
             raise self._refuse(count, starts, folded)
         self.blocks, self.count, self.folded = [0], count, folded
-        self.decay, self.factors, self.scales = decay, factors, scales
-        self.next = folded + len(factors)
+        self._use(found)
+
+    def _use(self, found: Factors) -> None:
+        self.decay, self.factors, self.scales = found
+        self.next = self.folded + len(found.factors)
 
     @property
     def factor(self) -> float:
         """See `Clock`."""
         return self.factors[self.count - self.folded]
 
-    def fold(self) -> Fold:
+    def fold(self) -> tuple[float, float, float]:
         of_mean, of_sum = self.weights()
         self.folded = self.count
-        self.decay, self.factors, self.scales = decays(self.rule, self.folded)
-        self.next = self.folded + len(self.factors)
-        return Fold((1.0 - of_mean) / of_sum, 1.0 - of_mean, self.decay)
+        self._use(_listed(self.rule, _as_constant(self.rule, self.count), 1))
+        return (1.0 - of_mean) / of_sum, 1.0 - of_mean, self.decay
 
     def turn(self) -> None:
         return None
@@ -399,29 +382,45 @@ class DecayClock(FoldingClock):
         return [(weight, block) for weight, block in ((of_mean, 0), (of_sum, SUM)) if weight]
 
 
-def decays(
-    rule: Exponential, folded: int, least: int = 1
-) -> tuple[float, list[float], list[float]]:
-    """What a `DecayClock` looks up after a fold, for at least so many samples.
+class Factors(NamedTuple):
+    """What a `DecayClock` needs to know of the samples after a fold: numbers, or arrays."""
 
-    The same for all once the decay is constant.
-    """
+    decay: float
+    """g_{f+1}, the decay of the mean by the first of them."""
+    factors: Any
+    """What each of them is multiplied by in the sum, w_i / G_i."""
+    scales: Any
+    """G_i, what makes the sum after each of them a part of the average."""
+
+
+def factors(rule: Exponential, folded: int, most: int, least: int = 1) -> Factors:
+    """For at least so many samples after a fold, and at most so many."""
+    return _factors(rule, _as_constant(rule, folded), most, least)
+
+
+def _as_constant(rule: Exponential, folded: int) -> int:
+    """A step that stands for all once the decay is constant, otherwise the same."""
     limit = rule.window.limit
-    if limit is not None and folded >= limit == rule.size(folded):
-        folded = NEVER // 2
-    return _decays(rule, folded, least)
+    constant = limit is not None and folded >= limit == rule.size(folded)
+    return NEVER // 2 if constant else folded
 
 
 @lru_cache(maxsize=8)
-def _decays(rule: Exponential, folded: int, least: int) -> tuple[float, list[float], list[float]]:
-    decays = rule.decay(np.arange(folded + 1, folded + FOLD + 1))
-    scales = np.cumprod(decays[1:])
-    small = scales < SMALLEST
-    n = max(least - 1, int(small.argmax()) if small[-1] else FOLD - 1)
+def _factors(rule: Exponential, folded: int, most: int, least: int) -> Factors:
+    decays = rule.decay(np.arange(folded + 1, folded + most + 1))
+    scales = np.ones(most)
+    np.cumprod(decays[1:], out=scales[1:])
+    n = most
+    if scales[-1] < SMALLEST:
+        n = max(least, int((scales < SMALLEST).argmax()))
     with np.errstate(divide="ignore"):  # where a window of one sample has forgotten all
-        factors = (1.0 - decays[1 : n + 1]) / scales[:n]
-    first = float(decays[0])
-    return first, [1.0 - first, *factors.tolist()], [1.0, *scales[:n].tolist()]
+        return Factors(float(decays[0]), (1.0 - decays[:n]) / scales[:n], scales[:n])
+
+
+@lru_cache(maxsize=8)
+def _listed(rule: Exponential, folded: int, least: int) -> Factors:
+    decay, factors, scales = _factors(rule, folded, FOLD, least)
+    return Factors(decay, factors.tolist(), scales.tolist())
 
 
 class SampleClock(Clock):
@@ -446,7 +445,11 @@ class SampleClock(Clock):
 
     def restore(self, count: int, starts: Sequence[int], folded: int) -> None:
         kept = self.rule.samples(count) if count else 0
-        if folded != count or len(starts) != kept or any(start != count - kept + i for i, start in enumerate(starts)):
+        if (
+            folded != count
+            or len(starts) != kept
+            or any(start != count - kept + i for i, start in enumerate(starts))
+        ):
             raise self._refuse(count, starts[:1], folded)
         self.count = count
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+
 from tailavg.core.equation import read
 from tailavg.core.rules import ExactWindow, Exponential, WindowRule
 from tailavg.core.windows import Reals

@@ -23,12 +23,14 @@ from numbers import Real
 from typing import Any, Literal
 
 import numpy as np
+
 from tailavg.core.equation import root
 from tailavg.core.windows import (
     NEVER,
     TIE,
     AnyWindow,
     Fixed,
+    Growing,
     OfWindow,
     Window,
     as_window,
@@ -100,12 +102,15 @@ class AnytimeWindow(OfWindow):
             >>> AnytimeWindow(0.001).alike_until([0, 1, 2], 1)
             1000
         """
-        z = self.accumulators - 1
+        window, z = self.window, self.accumulators - 1
+        if window.size(starts[1]) == window.limit:  # turns depend on the blocks' sizes alone
+            return NEVER
         if not self._shared and size > 1:
             return -1
-        share = self.window.filled_until(starts[-1], size, z) if self._shared else NEVER
+        assert isinstance(window, Growing)
+        share = window.filled_until(size, z) if self._shared else NEVER
         # z blocks must hold the window when the last of them is closed
-        return min(share, self.window.filled_until(starts[1], z * size) + (z - 1) * size)
+        return min(share, window.filled_until(z * size) + (z - 1) * size)
 
 
 @dataclass(frozen=True, init=False)

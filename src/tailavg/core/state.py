@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from tailavg.core.files import whole_file
 from tailavg.core.rules import AnyTail, AnytimeWindow, ExactWindow, Exponential, RawTail, Rule
 from tailavg.core.windows import Fixed, Growing
@@ -281,6 +282,4 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def nothing_yet(call: str, hint: str = "") -> ValueError:
     """What every framework raises for a read before the first sample."""
-    return ValueError(
-        f"{call}: expected at least one sample before the first read, got none{hint}"
-    )
+    return ValueError(f"{call}: expected at least one sample before the first read, got none{hint}")

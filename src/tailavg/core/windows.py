@@ -8,18 +8,19 @@ second answer is whole-number arithmetic, so that every framework turns at the s
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from numbers import Integral, Real
 from typing import Any, ClassVar
 
-import numpy.typing as npt
-
 import numpy as np
+import numpy.typing as npt
 
 __all__ = [
     "BITS",
+    "INTEGERS",
     "NEVER",
     "TIE",
     "AnyWindow",
@@ -47,26 +48,29 @@ BITS = 60
 """Of the fraction by which steps are stretched."""
 
 
+@dataclass(frozen=True)
 class Steps:
-    """Arithmetic on steps, which are Python integers. `tailavg.jax` has one for traced integers."""
+    """Arithmetic on steps: on Python's integers, or in `tailavg.jax` on traced ones."""
 
-    last = NEVER
+    last: Callable[[], int]
     """The last step there can be."""
-
-    later = staticmethod(int.__add__)
+    later: Callable[[Any, int], Any]
     """later(step, n): n steps later."""
-    larger = staticmethod(max)
+    larger: Callable[[Any, Any], Any]
     """larger(a, b): the later of two steps."""
+    choose: Callable[[Any, Any, Any], Any]
+    """choose(flag, a, b): a if the flag is set, otherwise b."""
+    stretched: Callable[[Any, int], Any]
+    """stretched(step, ratio): the first step that is not before `step` times `ratio` / 2⁶⁰."""
 
-    @staticmethod
-    def choose(flag: Any, a: Any, b: Any) -> Any:
-        """`a` if the flag is set, otherwise `b`."""
-        return a if flag else b
 
-    @staticmethod
-    def stretched(step: Any, ratio: int) -> Any:
-        """The first step that is not before `step` times `ratio` / 2⁶⁰."""
-        return min(NEVER, -(-step * ratio >> BITS))
+INTEGERS = Steps(
+    last=lambda: NEVER,
+    later=int.__add__,
+    larger=max,
+    choose=lambda flag, a, b: a if flag else b,
+    stretched=lambda step, ratio: min(NEVER, -(-step * ratio >> BITS)),
+)
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ class Fixed:
 
     k: int
 
-    steps: ClassVar[Steps] = Steps()
+    steps: ClassVar[Steps] = INTEGERS
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "k", positive_int(self.k, "k"))
@@ -107,15 +111,6 @@ class Fixed:
         """
         return self.steps.later(start, -(-self.k // parts))
 
-    def filled_until(self, start: int, size: int, parts: int = 1) -> int:
-        """The last step, of those from `start` on, after which `size` samples are enough for that.
-
-        Examples:
-            >>> Fixed(100).filled_until(0, 34, parts=3) == NEVER
-            True
-        """
-        return NEVER if size >= -(-self.k // parts) else start - 1
-
 
 @dataclass(frozen=True)
 class Growing:
@@ -129,7 +124,7 @@ class Growing:
     c: float
     at_most: int | None = None
 
-    steps: ClassVar[Steps] = Steps()
+    steps: ClassVar[Steps] = INTEGERS
 
     def __post_init__(self) -> None:
         c = self.c
@@ -171,6 +166,7 @@ class Growing:
 
     @cached_property
     def most(self) -> float:
+        """The cap as a float, or infinity."""
         return math.inf if self.at_most is None else float(self.at_most)
 
     @cached_property
@@ -182,8 +178,11 @@ class Growing:
         """
         ratio = fraction(self.c)
         exact = ratio.denominator <= 10**6
-        return (float(ratio.numerator), float(ratio.denominator), True) if exact else (
-            self.c, 1.0, False)
+        return (
+            (float(ratio.numerator), float(ratio.denominator), True)
+            if exact
+            else (self.c, 1.0, False)
+        )
 
     def growth(self, t: Any) -> Any:
         """k_t - k_{t-1}, also where single precision cannot tell the two apart.
@@ -208,28 +207,22 @@ class Growing:
             (4000, 3465)
         """
         steps = self.steps
-        growing = steps.larger(
-            steps.later(start, 1), steps.stretched(start, self.stretch(parts))
-        )
+        growing = steps.larger(steps.later(start, 1), steps.stretched(start, self.stretch(parts)))
         if self.at_most is None:
             return growing
-        capped = min(self._capped_from, steps.last)
+        capped = min(self._capped_from, steps.last())
         fixed = steps.larger(steps.later(start, -(-self.at_most // parts)), capped)
         return steps.choose(growing < capped, growing, fixed)
 
-    def filled_until(self, start: int, size: int, parts: int = 1) -> int:
-        """The last step, of those from `start` on, after which `size` samples are enough for that.
+    def filled_until(self, size: int, parts: int = 1) -> int:
+        """The last step after which `size` samples make a `parts`-th of a window that grows.
 
         Examples:
-            >>> Growing(0.25).filled_until(10, 1000), Growing(0.25).filled_at(3000)
+            >>> Growing(0.25).filled_until(1000), Growing(0.25).filled_at(3000)
             (3000, 4000)
         """
         growing = (size << BITS) // (self.stretch(parts) - (1 << BITS))
-        if self.at_most is None:
-            return growing
-        if start >= self._capped_from:
-            return Fixed(self.at_most).filled_until(start, size, parts)
-        return min(growing, self._capped_from - 1 - size)
+        return growing if self.at_most is None else min(growing, self._capped_from - 1 - size)
 
     def stretch(self, parts: int) -> int:
         """t / start, times 2⁶⁰, where the samples between them are a `parts`-th of the window."""
@@ -252,7 +245,8 @@ def fraction(c: float) -> Fraction:
         (Fraction(7, 100), Fraction(1, 3))
     """
     ratio = Fraction(c).limit_denominator(10**6)
-    return ratio if abs(float(ratio) - c) <= 2.0**-52 * c else Fraction(c)
+    alike = abs(float(ratio) - c) <= 2.0**-52 * c and (ratio < 1 or c == 1)
+    return ratio if alike else Fraction(c)
 
 
 @lru_cache

@@ -17,6 +17,7 @@ from enum import StrEnum
 from typing import Any
 
 import numpy as np
+
 from tailavg.experiments.regression import (
     Curve,
     DivergedError,

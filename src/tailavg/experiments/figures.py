@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator, ScalarFormatter
 
-import numpy as np
 from tailavg import TailAverage
 from tailavg.core.rules import WindowRule
 from tailavg.experiments.claims import FIRST, MARGIN, ratios

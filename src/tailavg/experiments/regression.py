@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import numpy.typing as npt
 
-import numpy as np
 from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, RawTail, TailAverage
 from tailavg.core.rules import WindowRule
 

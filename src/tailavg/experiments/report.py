@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
-
 import numpy as np
+
 import tailavg
 from tailavg.experiments import figures
 from tailavg.experiments.claims import MARGIN, OTHER_MARGINS, Finding, Verdict, ratios

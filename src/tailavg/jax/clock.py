@@ -13,11 +13,11 @@ from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
-
 import numpy as np
 from jax import Array
+
 from tailavg.core import clock as core
-from tailavg.core.clock import FOLD, SMALLEST, Fold
+from tailavg.core.clock import FOLD, SMALLEST
 from tailavg.core.equation import read
 from tailavg.core.rules import AnytimeWindow, Exponential
 from tailavg.core.windows import BITS, TIE, Fixed, Growing, Steps, Window
@@ -25,58 +25,50 @@ from tailavg.core.windows import BITS, TIE, Fixed, Growing, Steps, Window
 __all__ = ["Step", "TracedBlocks", "TracedDecay", "first_clock", "restored", "traced"]
 
 
-class _TracedSteps(Steps):
-    """Arithmetic on traced steps, which stop at the last integer there is."""
+def _last() -> int:
+    return int(np.iinfo(jnp.result_type(int)).max)
 
-    larger = staticmethod(jnp.maximum)
-    choose = staticmethod(jnp.where)
 
-    @property
-    def last(self) -> int:  # type: ignore[override]
-        """The last step there can be."""
-        return int(np.iinfo(jnp.result_type(int)).max)
+def _later(step: Array, n: int) -> Array:
+    """Steps stop at the last integer there is."""
+    n = min(n, _last())
+    return jnp.where(step > _last() - n, _last(), step + n)
 
-    def later(self, step: Array, n: int) -> Array:  # type: ignore[override]
-        """N steps later."""
-        n = min(n, self.last)
-        return jnp.where(step > self.last - n, self.last, step + n)
 
-    def stretched(self, step: Array, ratio: int) -> Array:  # type: ignore[override]
-        """The first step that is not before `step` times `ratio` / 2⁶⁰.
+def _stretched(step: Array, ratio: int) -> Array:
+    """A long multiplication, in digits whose products an integer holds."""
+    last = _last()
+    if ratio >> BITS >= last:
+        return jnp.where(step > 0, last, 0)
+    bits, places = (12, 3) if last < 2**31 else (20, 4)
+    base = (1 << bits) - 1
+    digits = [ratio >> at & base for at in range(0, ratio.bit_length(), bits)]
+    steps = [step >> at & base for at in range(0, bits * places, bits)]
+    carry: Any = 0
+    product = []
+    for at in range(len(digits) + places):
+        carry = carry + sum(
+            digit * steps[at - i] for i, digit in enumerate(digits) if 0 <= at - i < places
+        )
+        product.append(carry & base)
+        carry = carry >> bits
+    fraction, integer = product[: BITS // bits], product[BITS // bits :]
+    most = last >> bits * (places - 1)  # the first digit of the last step
+    beyond = (integer[places - 1] > most) | (sum(integer[places:]) > 0)
+    found = sum(digit << bits * i for i, digit in enumerate(integer[: places - 1]))
+    found = found + ((integer[places - 1] & most) << bits * (places - 1))
+    return jnp.where(beyond, last, jnp.where(sum(fraction) > 0, _later(found, 1), found))
 
-        A long multiplication, in digits whose products an integer holds.
-        """
-        last = self.last
-        if ratio >> BITS >= last:
-            return jnp.where(step > 0, last, 0)
-        bits, places = (12, 3) if last < 2**31 else (20, 4)
-        base = (1 << bits) - 1
-        digits = [ratio >> at & base for at in range(0, ratio.bit_length(), bits)]
-        steps = [step >> at & base for at in range(0, bits * places, bits)]
-        carry: Any = 0
-        product = []
-        for at in range(len(digits) + places):
-            column = sum(
-                digit * steps[at - i] for i, digit in enumerate(digits) if 0 <= at - i < places
-            )
-            carry = carry + column
-            product.append(carry & base)
-            carry = carry >> bits
-        fraction, whole = product[: BITS // bits], product[BITS // bits :]
-        rest = sum(fraction) > 0
-        most = [last >> at & base for at in range(0, bits * places, bits)]  # its digits
-        beyond = (whole[places - 1] > most[-1]) | (sum(whole[places:]) > 0)
-        found = sum(digit << bits * i for i, digit in enumerate(whole[: places - 1]))
-        found = found + ((whole[places - 1] & most[-1]) << bits * (places - 1))
-        return jnp.where(beyond, last, self.later(found, 1) * rest + found * ~rest)
+
+TRACED = Steps(_last, _later, jnp.maximum, jnp.where, _stretched)
 
 
 class _TracedFixed(Fixed):
-    steps: ClassVar[Steps] = _TracedSteps()
+    steps: ClassVar[Steps] = TRACED
 
 
 class _TracedGrowing(Growing):
-    steps: ClassVar[Steps] = _TracedSteps()
+    steps: ClassVar[Steps] = TRACED
 
     def size(self, t: Any) -> Any:
         """k_t, for traced steps.
@@ -113,8 +105,12 @@ class Step(NamedTuple):
     """Whether what that rounds off begins the next sum."""
     slot: Array | int
     """The place of the mean."""
-    fold: Fold
-    """How it is folded. A weight of 1 forgets what was in the place."""
+    total: Array
+    """What the sum is divided by; this and the next two are those of `Store.fold`."""
+    weight: Array
+    """The weight of that in the joint mean. A weight of 1 forgets what was in the place."""
+    carry: Array
+    """What is rounded off is multiplied by this in the next sum."""
     factor: Array | float
     """What the sample is multiplied by in the sum."""
 
@@ -139,12 +135,15 @@ class TracedBlocks(NamedTuple):
         closed = t >= rule.closes(starts)
         rest, size = t - self.folded, t - starts[-1]
         folds = (t == 0) | (rest >= FOLD) | closed
-        fold: Any = Fold(
-            total=jnp.maximum(rest, 1),  # type: ignore[arg-type]
-            weight=rest / jnp.maximum(size, 1),  # type: ignore[arg-type]
-            carry=size,  # type: ignore[arg-type]
+        step = Step(
+            folds,
+            carries=folds & (rest < size) & ~closed,
+            slot=self.newest,
+            total=jnp.maximum(rest, 1),
+            weight=rest / jnp.maximum(size, 1),
+            carry=size,
+            factor=1.0,
         )
-        step = Step(folds, folds & (rest < size) & ~closed, self.newest, fold, factor=1.0)
         clock = TracedBlocks(
             folded=jnp.where(folds, t, self.folded),
             starts=jnp.where(closed, jnp.stack([*starts[1:], t]), self.starts),
@@ -204,8 +203,16 @@ class TracedDecay(NamedTuple):
             total=jnp.where(folds, factor, self.total + factor),
             decayed=decayed,
         )
-        fold: Any = Fold(self.total, self.share, 1.0 - weight)  # type: ignore[arg-type]
-        return Step(folds, folds & (self.share < 1.0), 0, fold, factor), clock
+        step = Step(
+            folds,
+            carries=folds & (self.share < 1.0),
+            slot=0,
+            total=self.total,
+            weight=self.share,
+            carry=1.0 - weight,
+            factor=factor,
+        )
+        return step, clock
 
     def weights(self, t: Array, k: Array) -> tuple[Array, Array]:
         """The weights of the mean and of the sum."""

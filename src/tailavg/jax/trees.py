@@ -15,11 +15,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
-import jax.numpy as jnp
-
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+
 from tailavg.core import state as layout
 from tailavg.core.clock import folding_clock_for
 from tailavg.core.profile import Profile, profile
@@ -142,7 +142,7 @@ class TreeAverage:
         return profile(self.rule, starts, count)
 
     def state_dict(self, state: TreeState) -> dict[str, Any]:
-        """The state in the layout of `tailavg.core.state`, for other frameworks. Not inside `jax.jit`.
+        """The state in the layout of `tailavg.core.state`, for any framework. Not inside `jax.jit`.
 
         Leaves are named by their paths, as "layer.weight"; what is not averaged is left out. To
         stop and resume within JAX, save the state itself, a pytree: that is exact to the bit.
@@ -286,7 +286,7 @@ def _fold(step: Step, means: list[Array], sums: list[Array]) -> tuple[list[Array
     place only if what is changed is read in its own shape, and a slice with its first axis.
     """
 
-    scale, weight = 1.0 / step.fold.total, step.fold.weight
+    scale, weight = 1.0 / step.total, step.weight
 
     def held(means: Array) -> Array:
         mean: Array = lax.dynamic_slice_in_dim(means, step.slot, 1)
@@ -310,7 +310,7 @@ def _fold(step: Step, means: list[Array], sums: list[Array]) -> tuple[list[Array
     def lost(change: Array, means: Array) -> Array:
         mean = held(means)[0]
         rest = change - (mean - (mean - change))  # the last is the mean as it was
-        return jnp.where(jnp.isfinite(rest), _times(step.fold.carry, rest), 0)
+        return jnp.where(jnp.isfinite(rest), _times(step.carry, rest), 0)
 
     # a sum becomes the change of its mean; the mean is changed; the sum becomes what that lost
     sums, changed = _changed(step.carries, change, sums, means)

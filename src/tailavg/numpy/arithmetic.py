@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
-import numpy as np
-from tailavg.core.clock import FOLD, Fold
+from tailavg.core.clock import FOLD
 
 __all__ = ["Array", "aligned_zeros", "joined", "sum_rows", "wide"]
 
@@ -22,25 +22,24 @@ def aligned_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     return memory[offset : offset + size].view(dtype).reshape(shape)
 
 
-def joined(mean: Any, total: Any, fold: Fold) -> tuple[Any, Any]:
+def joined(mean: Any, summed: Any, total: float, weight: float, carry: float) -> tuple[Any, Any]:
     """A mean and a sum as one mean; and what that rounds off, as the beginning of the next sum.
 
-    So a thousand folds round no more than one.
+    So a thousand folds round no more than one. See `tailavg.core.clock.Store.fold`.
     """
-    fresh = total / fold.total
-    weight = fold.weight
+    fresh = summed / total
     if weight == 1.0:
         return fresh, 0.0
-    if not isinstance(total, np.ndarray):
+    if not isinstance(summed, np.ndarray):
         step = (fresh - mean) * weight
         joint = mean + step
-        lost = (step - (joint - mean)) * fold.carry
+        lost = (step - (joint - mean)) * carry
         # there is no difference of infinities
         return (joint, lost) if lost - lost == 0 else (mean * (1 - weight) + fresh * weight, 0.0)
     with np.errstate(invalid="ignore"):
         step = (fresh - mean) * weight
         joint = (mean + step).astype(mean.dtype, copy=False)  # a sum may come in more precision
-        lost = (step - (joint - mean)) * fold.carry
+        lost = (step - (joint - mean)) * carry
         if not np.isfinite(lost).all():
             finite = np.isfinite(lost)
             joint = np.where(finite, joint, mean * (1 - weight) + fresh * weight)

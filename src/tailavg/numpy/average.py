@@ -7,9 +7,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, get_args
 
+import numpy as np
 import numpy.typing as npt
 
-import numpy as np
 from tailavg.core import state as layout
 from tailavg.core.clock import Clock, clock_for
 from tailavg.core.profile import Profile, dense_weights, profile
@@ -386,7 +386,8 @@ class TailAverage:
                 f"samples: expected no NaN (nan_policy='raise'), got {int(bad.sum())} samples "
                 f"with NaN, the first at index {int(bad.argmax())}"
             )
-        return matrix[~bad], ~bad
+        kept = np.logical_not(bad)
+        return matrix[kept], kept
 
     def _checked_windows(self, window: Windows, samples: int) -> list[AnyWindow | None]:
         """The windows that are asked for, if all can be read after so many more samples."""

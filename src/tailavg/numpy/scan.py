@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from tailavg.core.clock import SMALLEST, BlockClock, SampleClock
+
+from tailavg.core.clock import BlockClock, SampleClock, factors
 from tailavg.core.equation import read, root
 from tailavg.core.rules import Exponential, windowed
 from tailavg.core.windows import AnyWindow
@@ -42,14 +43,17 @@ def one_by_one(average: TailAverage, xs: Sequence[Any], window: AnyWindow | None
     return np.array(averages)
 
 
-def newer_part(clock: BlockClock, means: Sequence[Any], since: int) -> tuple[int, Any]:
-    """Of the samples since the start of a block, those that are folded: how many, and their mean."""
-    folded: int = clock.folded - since
-    mean: Any = 0.0
-    ends = [*clock.blocks[1:], clock.folded]
-    for start, end, its in zip(clock.blocks, ends, means, strict=True):
-        if start >= since and end > start:
-            mean = mean + its * ((end - start) / folded)
+def newer_part(clock: BlockClock, means: Sequence[Any], oldest: int) -> tuple[int, Any]:
+    """Of the samples since `oldest` (see `split`), those folded: how many, and their mean."""
+    blocks, last = clock.blocks, len(clock.blocks) - 1
+    first = oldest + 1 if oldest >= 0 else last
+    folded, mean = clock.folded - blocks[first], means[first]
+    if first < last and folded:
+        mean = mean * ((blocks[first + 1] - blocks[first]) / folded)
+        for block in range(first + 1, last):
+            mean = mean + means[block] * ((blocks[block + 1] - blocks[block]) / folded)
+        if clock.folded > blocks[last]:
+            mean = mean + means[last] * ((clock.folded - blocks[last]) / folded)
     return folded, mean
 
 
@@ -75,8 +79,8 @@ def open_block(
             oldest, since, until = clock.split(window, done + 1)
             old = clock.blocks[oldest + 1] - clock.blocks[oldest] if oldest >= 0 else 0
             old_mean = np.reshape(means[oldest], -1) if old else 0.0
-            folded, folded_mean = newer_part(clock, means, since)
-            total = np.reshape(partial + folded_mean * folded, -1)
+            folded, folded_mean = newer_part(clock, means, oldest)
+            total = np.reshape(folded_mean, -1).astype(dtype) * folded + np.reshape(partial, -1)
             total = total + sum_rows(rows[:done], out.dtype)
         part = slice(done, min(done + chunk, len(rows), until - 1 - t))
         steps = _STEPS[: part.stop - done] + (t + done)
@@ -112,13 +116,14 @@ def alike_blocks(
     """
     width, dtype = rows.shape[1], wide(out.dtype)
     size, until = clock.alike()
-    fixed = size and clock.rule.size(clock.count) == clock.rule.size(until)
+    window = windowed(clock.rule, None, clock.count)
+    fixed = size and window.size(clock.count) == window.size(until)
     end = min(until + size - clock.count, len(rows)) // size * size if fixed else 0
     if not end or end < 2 * size or size * width > 8 * CHUNK:
         return 0, np.empty(0)
     z = clock.rule.accumulators - 1
     sizes = np.arange(1.0, size + 1.0)
-    *closed, opened = read([*[size] * z, sizes], clock.rule.size(clock.count))
+    *closed, opened = read([*[size] * z, sizes], window.size(clock.count))
     weights, each = np.reshape(closed, (z, size)), opened / sizes
     needed = [np.count_nonzero(weight) for weight in weights]  # a zero must not meet an infinity
     held = np.reshape(means, (z + 1, width)).astype(dtype)
@@ -127,7 +132,12 @@ def alike_blocks(
         part = slice(done, min(end, done + blocks * size))
         n = (part.stop - done) // size
         x = rows[part].reshape(n, size, width)
-        sums = np.cumsum(x, axis=1, dtype=dtype)
+        if size > 16:
+            sums = np.cumsum(x, axis=1, dtype=dtype)
+        else:  # all blocks at once: there are many
+            sums = x.astype(dtype)
+            for i in range(1, size):
+                sums[:, i] += sums[:, i - 1]
         held = np.concatenate([held[len(held) - z :], sums[:, -1] / size])
         sums *= each[:, None]
         for block in range(z):
@@ -145,23 +155,21 @@ def decaying(rule: Exponential, t: int, mean: Array, rows: Array, out: Array | N
     """
     chunk, done = max(1, CHUNK // max(1, rows.shape[1])), 0
     while done < len(rows):
-        steps = np.arange(t + done + 1, t + min(done + chunk, len(rows)) + 1)
-        ones = rule.size(steps) == 1.0
-        if ones[0]:  # a window of one sample: the average is the sample
-            n = len(ones) if ones.all() else int(ones.argmin())
+        most = min(chunk, len(rows) - done)
+        if rule.size(t + done + 1) == 1.0:  # a window of one sample: the average is the sample
+            ones = rule.size(np.arange(t + done + 1, t + done + most + 1)) == 1.0
+            n = most if ones.all() else int(ones.argmin())
             averages = rows[done : done + n] if out is not None else rows[done + n - 1 : done + n]
         else:
-            decays = rule.decay(steps)
-            scales = np.concatenate([[1.0], np.cumprod(decays[1:])])
-            n = int(np.argmax(scales < SMALLEST)) if scales[-1] < SMALLEST else len(steps)
-            scale = scales[:n, None]
-            factors = (1.0 - decays[:n, None]) / scale
+            decay, *both = factors(rule, t + done, most)
+            factor, scale = (part[:, None] for part in both)
+            n = len(scale)
             x = rows[done : done + n]
-            start = decays[0] * mean if decays[0] else 0.0  # 0 times a NaN would be a NaN
+            start = decay * mean if decay else 0.0  # 0 times a NaN would be a NaN
             if out is not None:
-                averages = scale * (start + np.cumsum(factors * x, axis=0))
+                averages = scale * (start + np.cumsum(factor * x, axis=0))
             else:
-                averages = scale[-1:] * (start + factors.T @ x)
+                averages = scale[-1:] * (start + factor.T @ x)
         if out is not None:
             out[done : done + n] = averages
         mean = averages[-1].astype(mean.dtype)

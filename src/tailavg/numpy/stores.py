@@ -7,15 +7,14 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+
 from tailavg.core.clock import (
     SUM,
     BlockClock,
     DecayClock,
-    Fold,
     FoldingClock,
     SampleClock,
     Store,
-    Turn,
 )
 from tailavg.core.equation import root
 from tailavg.core.rules import AnyTail, windowed
@@ -65,10 +64,12 @@ class Stored(TailAverage):
         every = out.reshape(len(windows), len(rows), *(self._shape or ()))
         if kept is not None:  # a sample that is left out leaves the average as it was
             latest = np.cumsum(kept) - 1
-            every = np.array([
-                averages[latest] if len(rows) else np.broadcast_to(value, samples.shape)
-                for averages, value in zip(every, before, strict=True)
-            ])
+            every = np.array(
+                [
+                    averages[latest] if len(rows) else np.broadcast_to(value, samples.shape)
+                    for averages, value in zip(every, before, strict=True)
+                ]
+            )
             for averages, value in zip(every, before, strict=True):
                 averages[latest < 0] = value
         return every if several else every[0]
@@ -108,6 +109,7 @@ class Folding(Stored, Store):
     _sum: Any
     _until: int  # the step before which a sample needs nothing but an addition
     _split: tuple[Any, ...]  # how numbers are read; see `Numbers`
+    _scratch: Any
 
     @property
     def _now(self) -> Any:
@@ -137,13 +139,12 @@ class Folding(Stored, Store):
         self._accumulate(sample, self._now.factor)
         self._count += 1
 
-    def fold(self, fold: Fold) -> None:
-        mean, lost = joined(self._means[-1], self._sum, fold)
+    def fold(self, total: float, weight: float, carry: float) -> None:
+        mean, lost = joined(self._means[-1], self._sum, total, weight, carry)
         self._means[-1] = self._as_mean(mean)
         self._set_sum(lost)
 
-    def turn(self, turn: Turn) -> None:
-        gone, weight = turn
+    def turn(self, gone: int, weight: float) -> None:
         means = self._means
         if weight:
             with np.errstate(invalid="ignore"):
@@ -203,6 +204,11 @@ class _Numbers(Folding):
     def _make_room(self) -> None:
         super()._make_room()
         self._sum = 0.0
+
+    def _schedule(self) -> None:
+        super()._schedule()
+        if self._dtype.kind == "c":  # a float is to be converted
+            self._until = -1
 
     def _accumulate(self, sample: Array, factor: float) -> None:
         self._sum += self._dtype.type(sample).item() * factor
@@ -285,8 +291,8 @@ class Blocks(Folding):
                 if start == opened:
                     total, rest = total + self._sum, end - folded
                 if end < clock.count:
-                    fold = Fold(rest, rest / (end - start), end - start)
-                    mean = self._as_mean(joined(mean, total, fold)[0])
+                    joint, _ = joined(mean, total, rest, rest / (end - start), end - start)
+                    mean = self._as_mean(joint)
             means.append(mean)
         self._means = means
         self._settle(total)
@@ -294,7 +300,7 @@ class Blocks(Folding):
     def _settle(self, total: Any) -> None:
         """Hold this sum of the samples that are not folded, which are perhaps many."""
         if self._clock.overfull:  # in double precision, until it is folded
-            mean, total = joined(self._means[-1], total, self._clock.fold())
+            mean, total = joined(self._means[-1], total, *self._clock.fold())
             self._means[-1] = self._as_mean(mean)
         self._set_sum(total)
         self._schedule()
@@ -325,7 +331,7 @@ class Blocks(Folding):
         if clock.count < clock.closes or isinstance(clock.rule, AnyTail):
             return 0
         if clock.count > clock.folded:
-            self.fold(clock.fold())
+            self.fold(*clock.fold())
         done, means = scans.alike_blocks(clock, self._means, rows, out)
         if done:
             self._means = [self._as_mean(self._shaped(mean)) for mean in means]
@@ -408,7 +414,7 @@ class Numbers(_Numbers, Blocks, clock=BlockClock, numbers=True):
         old, old_mean = 0, 0.0
         if oldest >= 0:
             old, old_mean = since - clock.blocks[oldest], self._means[oldest]
-        folded, folded_mean = scans.newer_part(clock, self._means, since)
+        folded, folded_mean = scans.newer_part(clock, self._means, oldest)
         return until, clock.rule.window.size, old, old_mean, since, folded, folded_mean
 
 
@@ -448,7 +454,14 @@ class DecayingNumbers(_Numbers, Decaying, clock=DecayClock, numbers=True):
         Stored.update(self, x)
 
     def value(self, window: AnyWindow | None = None) -> Any:
-        return self._average(window)
+        clock = self._clock
+        rest = self._count - clock.folded
+        if not rest or window is not None:
+            return self._average(window)
+        scale = clock.scales[rest - 1]
+        value = scale * self._sum
+        kept = clock.decay * scale
+        return value + kept * self._means[0] if kept else value  # 0 times a NaN would be a NaN
 
 
 class DecayingArrays(_Arrays, Decaying, clock=DecayClock):
@@ -500,7 +513,7 @@ class Samples(Stored):
         return buffer
 
     def _add(self, sample: Array) -> None:
-        self._add_rows(sample.reshape(1, -1))
+        self._add_rows(sample.reshape(1, sample.size))
 
     def _add_rows(self, rows: Array) -> None:
         after = self._count + len(rows)
@@ -516,7 +529,9 @@ class Samples(Stored):
     def _average(self, window: AnyWindow | None) -> Any:
         windowed(self.rule, window, self._count)
         held = self._kept
-        return (sum_rows(held, self._dtype) / len(held)).astype(self._dtype).reshape(self._shape or ())
+        return (
+            (sum_rows(held, self._dtype) / len(held)).astype(self._dtype).reshape(self._shape or ())
+        )
 
     def _scan_rows(self, rows: Array, windows: list[AnyWindow | None], out: Array) -> None:
         scans.exact(self._clock, self._kept, rows, out[0])

@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
+
 from tailavg.core import state as layout
-from tailavg.core.clock import SUM, Fold, Store, Turn, folding_clock_for
+from tailavg.core.clock import SUM, Store, folding_clock_for
 from tailavg.core.rules import Rule
 from tailavg.torch.memory import empty
 from tailavg.torch.tracking import Tracking, check_names, local, sharded_like
-from torch import Tensor
 
 __all__ = ["Accumulators"]
 
@@ -114,15 +115,15 @@ class Accumulators(Store):
         clock.count += 1
         self._whole = True
 
-    def fold(self, fold: Fold) -> None:
+    def fold(self, total: float, weight: float, carry: float) -> None:
         """See `Store`."""
         for group in self._groups:
-            group.fold(fold)
+            group.fold(total, weight, carry)
 
-    def turn(self, turn: Turn) -> None:
+    def turn(self, gone: int, weight: float) -> None:
         """See `Store`."""
         for group in self._groups:
-            group.turn(turn)
+            group.turn(gone, weight)
 
     def require_whole(self) -> None:
         """Raise unless every update so far has been made to its end."""
@@ -160,7 +161,7 @@ class Accumulators(Store):
         return [views(flats) for flats in means], [views([group.sum for group in self._groups])]
 
     def state_dict(self, like: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
-        """The state in the layout of `tailavg.core.state`, its tensors sharded as those of `like`."""
+        """The state in the layout of `tailavg.core.state`, its tensors sharded as `like`."""
         self.require_whole()
         blocks, partial = (
             [
@@ -362,28 +363,27 @@ class _Group:
             for total, stage, _ in parts:
                 total.add_(stage, alpha=factor)
 
-    def fold(self, fold: Fold) -> None:
+    def fold(self, total: float, weight: float, carry: float) -> None:
         """Fold the sum into the newest mean, and begin the next with what that rounds off.
 
         As `tailavg.numpy.arithmetic.joined`, in place and part by part.
         """
-        for mean, total in self._parts(self.means[-1], self.sum):
-            if fold.weight == 1.0:
-                torch.mul(total, 1.0 / fold.total, out=mean)
-                total.zero_()
-            elif not torch.isfinite(total.sum() + mean.sum()):  # infinities have no difference
-                mean.mul_(1.0 - fold.weight).add_(total, alpha=fold.weight / fold.total)
-                total.zero_()
+        for mean, summed in self._parts(self.means[-1], self.sum):
+            if weight == 1.0:
+                torch.mul(summed, 1.0 / total, out=mean)
+                summed.zero_()
+            elif not torch.isfinite(summed.sum() + mean.sum()):  # infinities have no difference
+                mean.mul_(1.0 - weight).add_(summed, alpha=weight / total)
+                summed.zero_()
             else:
-                step = total.mul_(1.0 / fold.total).sub_(mean).mul_(fold.weight)
+                step = summed.mul_(1.0 / total).sub_(mean).mul_(weight)
                 joint = torch.add(mean, step, out=self._stage[: len(mean)])
                 mean.sub_(joint)  # minus the step that was made
-                step.add_(mean).mul_(fold.carry)
+                step.add_(mean).mul_(carry)
                 mean.copy_(joint)
 
-    def turn(self, turn: Turn) -> None:
+    def turn(self, gone: int, weight: float) -> None:
         """Begin a block, in the place of one that is given up or merged."""
-        gone, weight = turn
         mean = self.means.pop(gone)
         if weight:
             self.means[gone - 1].mul_(1.0 - weight).add_(mean, alpha=weight)

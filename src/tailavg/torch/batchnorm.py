@@ -11,13 +11,13 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeGuard, cast
 
+import torch
+from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.modules.batchnorm import _BatchNorm
 
-import torch
 from tailavg.core.rules import Exponential
 from tailavg.core.windows import AnyWindow
-from torch import Tensor, nn
 
 __all__ = ["convert_tail_batchnorm", "recompute_batchnorm"]
 

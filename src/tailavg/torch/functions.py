@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
+
 from tailavg.core.rules import Exponential
 from tailavg.core.windows import AnyWindow
-from torch import Tensor
 
 __all__ = ["growing_avg_fn", "growing_multi_avg_fn"]
 

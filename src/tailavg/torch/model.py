@@ -6,16 +6,16 @@ from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.nn import Module
 
-import torch
 from tailavg.core import profile as profiles
 from tailavg.core.rules import AnyTail, Rule, as_rule, windowed
 from tailavg.core.state import nothing_yet
 from tailavg.core.windows import AnyWindow
 from tailavg.torch.accumulators import Accumulators
 from tailavg.torch.tracking import Buffers, Tracking, is_sharded, outside_autograd, unwrap
-from torch import Tensor
 
 __all__ = ["AveragedModel"]
 

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from safetensors.torch import save_file
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-import torch
 from tailavg.core import profile as profiles
 from tailavg.core.files import whole_file
 from tailavg.core.rules import AnyTail, Rule, as_rule, windowed
@@ -30,7 +31,6 @@ from tailavg.torch.tracking import (
     outside_autograd,
     sharded_like,
 )
-from torch import Tensor
 
 __all__ = ["ParameterAverage", "Selection"]
 

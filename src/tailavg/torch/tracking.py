@@ -9,11 +9,10 @@ from itertools import chain
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
-from torch.nn import Module
-from torch.nn.parameter import is_lazy
-
 import torch
 from torch import Tensor
+from torch.nn import Module
+from torch.nn.parameter import is_lazy
 
 __all__ = [
     "Buffers",
