@@ -276,7 +276,7 @@ def test_size_is_that_of_a_window():
 @pytest.mark.parametrize("call", [call for call in CALLS if call != "weights"])
 def test_reading_before_the_first_update_is_an_error(call, tmp_path):
     average = ParameterAverage({"w": torch.zeros(2)}, AnyTail())
-    with pytest.raises(RuntimeError, match="at least one update"):
+    with pytest.raises(ValueError, match="at least one sample"):
         outputs(average, tmp_path)[call](0.5)
 
 

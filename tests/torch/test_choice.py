@@ -123,7 +123,7 @@ def test_choices_that_make_no_sense_are_refused_before_the_first_evaluation():
             other.select_tail(evaluate)
         with pytest.raises(ValueError, match="window: expected none"):
             other.select_tail(evaluate, [0.5])
-    with pytest.raises(RuntimeError, match="at least one update"):
+    with pytest.raises(ValueError, match="at least one sample"):
         ParameterAverage({"w": weight}, AnyTail()).select_tail(evaluate)
     assert not calls
     assert weight.tolist() == [99.0, 99.0]

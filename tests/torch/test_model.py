@@ -3,13 +3,14 @@
 import copy
 import io
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.optim import swa_utils
 
 from averaged_models import tensors_of, walked
-from tailavg import AnytimeWindow, ExactWindow, Fixed, RawTail
+from tailavg import AnytimeWindow, ExactWindow, Exponential, Fixed, RawTail, TailAverage
 from tailavg.torch import AveragedModel, ParameterAverage
 from torch_models import (
     History,
@@ -366,3 +367,18 @@ def test_it_gives_what_a_parameter_average_gives():
         averaged.update_parameters(model)
         average.update()
     assert bits(averaged.module.state_dict()) == bits(average.averaged_state_dict())
+
+
+@pytest.mark.parametrize("rule", [AnytimeWindow(0.3), AnytimeWindow(7, 4), Exponential(5)], ids=str)
+def test_count_size_weights_and_profile_are_those_of_numpy(rule):
+    model, numpy = torch.nn.Linear(2, 1), TailAverage(rule)
+    averaged = AveragedModel(model, rule)
+    with pytest.raises(ValueError, match="profile: expected at least one sample"):
+        averaged.profile()
+    for step in range(1, 50):
+        averaged.update_parameters(model)
+        numpy.update(float(step))
+        assert averaged.count == averaged.n_averaged == step
+        assert averaged.size == numpy.size
+        assert averaged.profile() == numpy.profile()
+        np.testing.assert_array_equal(averaged.weights(), numpy.weights())

@@ -67,7 +67,7 @@ def test_a_fresh_state_has_every_tensor_so_that_it_can_be_loaded_into():
     used, _, _ = walked(small(), AnytimeWindow(10, 4), 33)
     used.load_state_dict(saved(state))
     assert used.count == 0
-    with pytest.raises(RuntimeError, match="update"):
+    with pytest.raises(ValueError, match="update"):
         used.averaged_state_dict()
     used.update()
     assert used.count == 1

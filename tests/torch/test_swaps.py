@@ -188,7 +188,7 @@ def test_reading_or_swapping_before_the_first_update_is_an_error(tmp_path):
         lambda: average.save_averaged(tmp_path / "none.safetensors"),
         average.profile,
     ):
-        with pytest.raises((RuntimeError, ValueError), match="update"):
+        with pytest.raises(ValueError, match="update"):
             call()
         assert bits(model) == before
     with pytest.raises(RuntimeError):

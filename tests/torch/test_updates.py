@@ -50,7 +50,7 @@ def test_before_the_first_counted_update_nothing_can_be_read():
     average = ParameterAverage(small(), 10, update_every=3)
     for _ in range(2):
         average.update()
-        with pytest.raises(RuntimeError, match="update"):
+        with pytest.raises(ValueError, match="update"):
             average.averaged_state_dict()
     average.update()
     average.averaged_state_dict()

@@ -27,11 +27,10 @@ from tailavg.core.rules import (
     BlockRule,
     ExactWindow,
     Exponential,
-    RawTail,
     Rule,
-    windowed,
+    window_of,
 )
-from tailavg.core.windows import NEVER, AnyWindow
+from tailavg.core.windows import NEVER, AnyWindow, Window
 
 __all__ = [
     "FOLD",
@@ -53,8 +52,10 @@ __all__ = [
 FOLD = 256
 """How many samples are summed before the sum is folded into a mean: a float32 keeps 5 digits."""
 
-SMALLEST = 2.0**-32
-"""How far the average of an `Exponential` may decay before its sum is folded."""
+SMALLEST = 2.0**-11
+"""How far an `Exponential` may decay before its sum is folded: float32 keeps its digits."""
+
+_REPLAYED = 1000  # blocks: they take a millisecond
 
 SUM = -1
 """Stands for the sum of the samples that are in no mean yet, in place of a block."""
@@ -180,10 +181,20 @@ class BlockClock(FoldingClock):
 
     def restore(self, count: int, starts: Sequence[int], folded: int) -> None:
         blocks = [0] * (self.rule.accumulators - len(starts)) + list(starts)
-        if not (self._possible(blocks, count) and blocks[-1] <= folded <= count):
+        replayed = self._replayed(count)
+        possible = self._possible(blocks, count) if replayed is None else blocks == replayed
+        if not (possible and blocks[-1] <= folded <= count):
             raise self._refuse(count, starts, folded)
         self.blocks, self.count, self.folded = blocks, count, folded
         self._schedule()
+
+    def _replayed(self, count: int) -> list[int] | None:
+        """The blocks after so many samples, if a few turns tell; otherwise None."""
+        places = self.rule.accumulators
+        if not count:
+            return [0] * places
+        clock = BlockClock(self.rule)
+        return clock.blocks if clock.advance(count, most=_REPLAYED // places) else None
 
     def _possible(self, blocks: list[int], count: int) -> bool:
         """Whether these can be the blocks after so many samples."""
@@ -196,8 +207,6 @@ class BlockClock(FoldingClock):
             return False
         if isinstance(rule, AnyTail):
             return blocks[0] == 0  # no closed form says which ones were merged
-        if isinstance(rule, RawTail):
-            return blocks[0] == min(count - 1, rule.first)
         for place in range(begun + 1, places):
             # each was opened when the one before it was closed, which also depends on one that is
             # gone: the last but one that was given up, if that happened after this was opened
@@ -246,16 +255,15 @@ class BlockClock(FoldingClock):
         self.blocks = [*blocks[:gone], *blocks[gone + 1 :], t]
         return gone, weight
 
-    def split(self, window: AnyWindow | None = None, ahead: int = 0) -> tuple[int, int, int]:
+    def split(self, window: Window, ahead: int = 0) -> tuple[int, int, int]:
         """The average now, or some steps ahead in the same blocks, as two means.
 
         The oldest block that has a weight (-1 if that is the open one), the start of the block
         after it, since which all samples weigh alike, and the first step at which that is not so.
         """
         t = self.count + ahead
-        asked = windowed(self.rule, window, t).window
         for block, start in enumerate(self.blocks[1:]):
-            if t < (enough := asked.filled_at(start)):
+            if t < (enough := window.filled_at(start)):
                 return block, start, enough
         return -1, self.blocks[-1], NEVER
 
@@ -269,10 +277,11 @@ class BlockClock(FoldingClock):
             [(0.29708629022101113, 0), (0.585761424815824, 1), (0.011715228496316479, -1)]
         """
         t, blocks = self.count, self.blocks
-        oldest, since, _ = self.split(window)
-        size = windowed(self.rule, window, t).size(t)
+        asked = window_of(self.rule, window, t)
+        oldest, since, _ = self.split(asked)
         ends = [*blocks[1:], self.folded]
-        g = join(ends[oldest] - blocks[oldest], t - since, size) if oldest >= 0 else 0.0
+        old = since - blocks[oldest] if oldest >= 0 else 0
+        g = join(old, t - since, asked.size(t)) if old else 0.0
         each = (1.0 - g) / (t - since)  # the weight of each sample since
         found = [(g, oldest)] if g else []
         newer = range(oldest + 1 if oldest >= 0 else len(blocks) - 1, len(blocks))
@@ -297,8 +306,8 @@ class BlockClock(FoldingClock):
             return 0, 0
         return size, self.rule.alike_until(blocks, size)
 
-    def advance(self, t: int) -> None:
-        """Turn as often as it takes to come to step t.
+    def advance(self, t: int, most: int = NEVER) -> bool:
+        """Turn as often as it takes to come to step t; False if that is more than `most` times.
 
         Who holds means compares `blocks` with those before; of an `AnyTail`, whose blocks are
         merged on the way, there is no telling.
@@ -306,10 +315,13 @@ class BlockClock(FoldingClock):
         Examples:
             >>> clock = BlockClock(AnytimeWindow(100))
             >>> clock.advance(10**9)
+            True
             >>> clock.blocks
             [999999850, 999999900, 999999950]
         """
         while self.closes < t:
+            if (most := most - 1) < 0:
+                return False
             size, until = self.alike()
             if size and (turns := (min(t - 1, until + size) - self.blocks[-1]) // size) > 0:
                 self.blocks = [start + turns * size for start in self.blocks]
@@ -318,6 +330,7 @@ class BlockClock(FoldingClock):
             self.closes = self.rule.closes(self.blocks)
         self.count, self.folded = t, max(self.folded, self.blocks[-1])
         self.next = min(self.closes, self.folded + FOLD)
+        return True
 
 
 class DecayClock(FoldingClock):
@@ -377,7 +390,7 @@ class DecayClock(FoldingClock):
         return self.decay * scale, scale
 
     def terms(self, window: AnyWindow | None = None) -> list[tuple[float, int]]:
-        windowed(self.rule, window, self.count)
+        window_of(self.rule, window, self.count)
         of_mean, of_sum = self.weights()
         return [(weight, block) for weight, block in ((of_mean, 0), (of_sum, SUM)) if weight]
 
@@ -393,9 +406,9 @@ class Factors(NamedTuple):
     """G_i, what makes the sum after each of them a part of the average."""
 
 
-def factors(rule: Exponential, folded: int, most: int, least: int = 1) -> Factors:
-    """For at least so many samples after a fold, and at most so many."""
-    return _factors(rule, _as_constant(rule, folded), most, least)
+def factors(rule: Exponential, folded: int, most: int, smallest: float) -> Factors:
+    """For at most so many samples after a fold, and as long as G is not too small."""
+    return _factors(rule, _as_constant(rule, folded), most, smallest)
 
 
 def _as_constant(rule: Exponential, folded: int) -> int:
@@ -406,20 +419,20 @@ def _as_constant(rule: Exponential, folded: int) -> int:
 
 
 @lru_cache(maxsize=8)
-def _factors(rule: Exponential, folded: int, most: int, least: int) -> Factors:
+def _factors(rule: Exponential, folded: int, most: int, smallest: float, least: int = 1) -> Factors:
     decays = rule.decay(np.arange(folded + 1, folded + most + 1))
     scales = np.ones(most)
     np.cumprod(decays[1:], out=scales[1:])
     n = most
-    if scales[-1] < SMALLEST:
-        n = max(least, int((scales < SMALLEST).argmax()))
+    if scales[-1] < smallest:
+        n = max(least, int((scales < smallest).argmax()))
     with np.errstate(divide="ignore"):  # where a window of one sample has forgotten all
         return Factors(float(decays[0]), (1.0 - decays[:n]) / scales[:n], scales[:n])
 
 
 @lru_cache(maxsize=8)
 def _listed(rule: Exponential, folded: int, least: int) -> Factors:
-    decay, factors, scales = _factors(rule, folded, FOLD, least)
+    decay, factors, scales = _factors(rule, folded, FOLD, SMALLEST, least)
     return Factors(decay, factors.tolist(), scales.tolist())
 
 
@@ -440,7 +453,7 @@ class SampleClock(Clock):
         return list(range(self.count - self.kept, self.count))
 
     def terms(self, window: AnyWindow | None = None) -> list[tuple[float, int]]:
-        windowed(self.rule, window, self.count)
+        window_of(self.rule, window, self.count)
         return [(1.0 / self.kept, block) for block in range(self.kept)]
 
     def restore(self, count: int, starts: Sequence[int], folded: int) -> None:

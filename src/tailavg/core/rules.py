@@ -49,6 +49,7 @@ __all__ = [
     "Rule",
     "WindowRule",
     "as_rule",
+    "window_of",
     "windowed",
 ]
 
@@ -219,16 +220,15 @@ class AnyTail:
 
     def window(self, window: AnyWindow | None, t: int) -> Window:
         """The window that is asked for, if it can be read at step t."""
-        expected = (
-            f"expected a window of at least {self.shortest:g} of the samples so far, "
-            f"{self.shortest * t:g} of {t}"
+        if window is not None:
+            found = as_window(window)
+            if found.size(t) >= self.shortest * t * (1 - float(TIE)):
+                return found
+        got = "since AnyTail has none of its own; got none" if window is None else f"got {window!r}"
+        raise ValueError(
+            f"window: expected a window of at least {self.shortest:g} of the samples so far, "
+            f"{self.shortest * t:g} of {t}, {got}"
         )
-        if window is None:
-            raise ValueError(f"window: {expected}, since AnyTail has none of its own; got none")
-        found = as_window(window)
-        if found.size(t) < self.shortest * t * (1 - float(TIE)):
-            raise ValueError(f"window: {expected}, got {window!r}")
-        return found
 
 
 @dataclass(frozen=True, init=False)
@@ -293,6 +293,18 @@ def as_rule(rule: AnyWindow | Rule) -> Rule:
     return rule if isinstance(rule, Rule) else AnytimeWindow(rule)
 
 
+def window_of(rule: Rule, window: AnyWindow | None, t: int) -> Window:
+    """The window over which an average is read at step t: the rule's own, or one of `AnyTail`."""
+    if isinstance(rule, AnyTail):
+        return rule.window(window, t)
+    if window is not None:
+        raise ValueError(
+            f"window: expected none, since {rule} has its own, got {window!r}; "
+            "an AnyTail reads any window"
+        )
+    return rule.window
+
+
 def windowed(rule: Rule, window: AnyWindow | None, t: int) -> WindowRule:
     """The rule by which an average is read at step t: its own, or that of a window of `AnyTail`.
 
@@ -300,11 +312,5 @@ def windowed(rule: Rule, window: AnyWindow | None, t: int) -> WindowRule:
         >>> windowed(AnyTail(), 0.25, 1000)
         AnytimeWindow(window=Growing(c=0.25, at_most=None), accumulators=12, turns='balanced')
     """
-    if isinstance(rule, AnyTail):
-        return AnytimeWindow(rule.window(window, t), rule.accumulators)
-    if window is not None:
-        raise ValueError(
-            f"window: expected none, since {rule} has its own, got {window!r}; "
-            "an AnyTail reads any window"
-        )
-    return rule
+    found = window_of(rule, window, t)
+    return AnytimeWindow(found, rule.accumulators) if isinstance(rule, AnyTail) else rule

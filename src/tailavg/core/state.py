@@ -1,4 +1,4 @@
-"""The one layout in which every storage saves an average, and its way to a file and back.
+"""The one layout in which every store saves an average, and its way to a file and back.
 
 A state is a dict of plain data:
 
@@ -12,13 +12,12 @@ A state is a dict of plain data:
 - `blocks`: their means, stacked along the first axis (a list when samples are numbers); the last
   block is open, and its mean is over its samples up to step `folded`
 - `folded`: the step up to which the samples are in the blocks' means
-- `partial`: the sum of the samples since, and of what the last fold rounded off; for an
-  `Exponential`, the sum of sample i times (1 - decay(i)) / (decay(folded + 1) ⋯ decay(i)), or times
-  1 - decay(i) if that product is below 2⁻³²
+- `partial`: the sum of the samples since, and of what the last fold rounded off; of an
+  `Exponential`, the sum of sample i times (1 - decay(i)) / (decay(folded + 2) ⋯ decay(i))
 
-In averages of models, each block and `partial` are dicts of arrays by name, and there may be
-`calls`: how many calls have come since the last sample, of an average that skips some. What one
-framework saved another one loads.
+In averages of models, each block and `partial` are dicts of arrays by name. `calls` may be there,
+too: the number of calls since the last sample, if only every n-th counts. What one framework saved
+another one loads.
 
 An `Exponential` has one block and its mean is the average at step `folded`; an `ExactWindow` has
 blocks of one sample.
@@ -211,7 +210,7 @@ def check_nan_policy(state: Mapping[str, Any]) -> None:
 
 
 def check_steps(count: int, starts: Sequence[int], folded: int) -> None:
-    """Raise a ValueError unless blocks that start there can be those of so many samples."""
+    """Raise a ValueError unless `starts` are possible after `count` samples."""
     if not count and not starts and not folded:
         return
     if (

@@ -282,10 +282,13 @@ def as_window(window: AnyWindow) -> Window:
     if isinstance(window, bool | np.bool_) or not isinstance(window, Real):
         raise TypeError(f"window: {expected}, got {window!r} of type {type(window).__name__}")
     if isinstance(window, Integral) and window >= 1:
-        return Fixed(int(window))
+        return _fixed(int(window))
     if not isinstance(window, Integral) and 0 < window <= 1:
-        return Growing(float(window))
+        return _growing(float(window))
     raise ValueError(f"window: {expected}, got {window!r}")
+
+
+_fixed, _growing = lru_cache(Fixed), lru_cache(Growing)  # the same few are asked for at every read
 
 
 class OfWindow:

@@ -22,9 +22,9 @@ from jax import Array, lax
 
 from tailavg.core import state as layout
 from tailavg.core.clock import folding_clock_for
-from tailavg.core.profile import Profile, profile
+from tailavg.core.profile import Profile, dense_weights, profile
 from tailavg.core.rules import AnytimeWindow, Exponential, Rule, as_rule
-from tailavg.core.windows import AnyWindow
+from tailavg.core.windows import AnyWindow, Reals
 from tailavg.jax.clock import Step, TracedBlocks, TracedDecay, first_clock, restored, traced
 
 __all__ = ["TreeAverage", "TreeState", "tail_average", "value"]
@@ -119,9 +119,28 @@ class TreeAverage:
         """The average, as a new tree. See `value`."""
         return value(state, like)
 
+    def count(self, state: TreeState) -> Array:
+        """The number of updates so far, t."""
+        return state.updates
+
     def size(self, state: TreeState) -> Array:
         """The size of the window, k_t: what was asked for. `profile` has what was got."""
         return state.size
+
+    def weights(self, state: TreeState) -> Reals:
+        """The weight of each of the `count` updates, oldest first. Not inside `jax.jit`.
+
+        Examples:
+            >>> average = tail_average(2)
+            >>> state = average.init(0.0)
+            >>> for x in range(3):
+            ...     state = average.update(state, x)
+            >>> average.weights(state)
+            array([0. , 0.5, 0.5])
+        """
+        count = int(state.updates)
+        starts, _ = state.clock.blocks(count)
+        return dense_weights(self.rule, starts, count)
 
     def profile(self, state: TreeState) -> Profile:
         """A summary of the weights: effective size, mean age, oldest age. Not inside `jax.jit`.

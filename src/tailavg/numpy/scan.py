@@ -13,7 +13,7 @@ import numpy as np
 
 from tailavg.core.clock import BlockClock, SampleClock, factors
 from tailavg.core.equation import read, root
-from tailavg.core.rules import Exponential, windowed
+from tailavg.core.rules import Exponential, window_of, windowed
 from tailavg.core.windows import AnyWindow
 from tailavg.numpy.arithmetic import Array, sum_rows, wide
 
@@ -25,6 +25,7 @@ __all__ = ["alike_blocks", "decaying", "exact", "newer_part", "one_by_one", "ope
 CHUNK = 15000
 """How many numbers are taken at once: few enough for the cache."""
 
+_SMALLEST = 2.0**-32  # how far a chunk may decay: a double has digits to spare
 _STEPS = np.arange(1.0, CHUNK + 1.0)
 
 
@@ -70,13 +71,13 @@ def open_block(
     Their running sums, by weights that follow t.
     """
     t, width, dtype = clock.count, rows.shape[1], wide(out.dtype)
-    size = windowed(clock.rule, window, t + len(rows)).size
+    asked = window_of(clock.rule, window, t + len(rows))
     real_numbers = width == 1 and dtype == np.float64
     chunk = max(1, CHUNK // max(1, width))
     done = until = 0
     while done < len(rows):
         if t + done + 1 >= until:
-            oldest, since, until = clock.split(window, done + 1)
+            oldest, since, until = clock.split(asked, done + 1)
             old = clock.blocks[oldest + 1] - clock.blocks[oldest] if oldest >= 0 else 0
             old_mean = np.reshape(means[oldest], -1) if old else 0.0
             folded, folded_mean = newer_part(clock, means, oldest)
@@ -90,7 +91,7 @@ def open_block(
         total = sums[-1].copy()
         if old:
             excess = newer + old
-            excess -= size(steps)
+            excess -= asked.size(steps)
             if excess[0] < 0.0:
                 excess *= excess > 0.0
             g = root(float(old), newer, excess)
@@ -161,7 +162,7 @@ def decaying(rule: Exponential, t: int, mean: Array, rows: Array, out: Array | N
             n = most if ones.all() else int(ones.argmin())
             averages = rows[done : done + n] if out is not None else rows[done + n - 1 : done + n]
         else:
-            decay, *both = factors(rule, t + done, most)
+            decay, *both = factors(rule, t + done, most, _SMALLEST)
             factor, scale = (part[:, None] for part in both)
             n = len(scale)
             x = rows[done : done + n]

@@ -17,7 +17,7 @@ from tailavg.core.clock import (
     Store,
 )
 from tailavg.core.equation import root
-from tailavg.core.rules import AnyTail, windowed
+from tailavg.core.rules import AnyTail, window_of
 from tailavg.core.windows import AnyWindow
 from tailavg.numpy import scan as scans
 from tailavg.numpy.arithmetic import Array, aligned_zeros, joined, sum_rows, wide
@@ -410,7 +410,7 @@ class Numbers(_Numbers, Blocks, clock=BlockClock, numbers=True):
         step, of which some are folded (how many, and their mean).
         """
         clock = self._now
-        oldest, since, until = clock.split()
+        oldest, since, until = clock.split(clock.rule.window)
         old, old_mean = 0, 0.0
         if oldest >= 0:
             old, old_mean = since - clock.blocks[oldest], self._means[oldest]
@@ -527,7 +527,7 @@ class Samples(Stored):
         self._count = after
 
     def _average(self, window: AnyWindow | None) -> Any:
-        windowed(self.rule, window, self._count)
+        window_of(self.rule, window, self._count)
         held = self._kept
         return (
             (sum_rows(held, self._dtype) / len(held)).astype(self._dtype).reshape(self._shape or ())

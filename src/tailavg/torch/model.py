@@ -13,7 +13,7 @@ from torch.nn import Module
 from tailavg.core import profile as profiles
 from tailavg.core.rules import AnyTail, Rule, as_rule, windowed
 from tailavg.core.state import nothing_yet
-from tailavg.core.windows import AnyWindow
+from tailavg.core.windows import AnyWindow, Reals
 from tailavg.torch.accumulators import Accumulators
 from tailavg.torch.tracking import Buffers, Tracking, is_sharded, outside_autograd, unwrap
 
@@ -99,13 +99,29 @@ class AveragedModel(Module):
         """The rule, with its window."""
         return self._accumulators.clock.rule
 
+    @property
+    def count(self) -> int:
+        """The number of updates so far, t; `n_averaged` has it as a tensor."""
+        return self._accumulators.clock.count
+
+    @property
+    def size(self) -> float:
+        """The size of the window, k_t: what was asked for. `profile` has what was got."""
+        return float(windowed(self.rule, None, self.count).size(self.count))
+
+    def weights(self) -> Reals:
+        """The weight of each of the `count` updates, oldest first."""
+        clock = self._accumulators.clock
+        return profiles.dense_weights(
+            windowed(clock.rule, None, clock.count), clock.starts, clock.count
+        )
+
     def profile(self) -> profiles.Profile:
         """A summary of the weights: effective size, mean age, oldest age."""
         clock = self._accumulators.clock
         if not clock.count:
-            raise nothing_yet("profile")
-        rule = windowed(clock.rule, None, clock.count)
-        return profiles.profile(rule, clock.starts, clock.count)
+            raise nothing_yet("profile", "; call update_parameters(model) after each step")
+        return profiles.profile(windowed(clock.rule, None, clock.count), clock.starts, clock.count)
 
     @outside_autograd
     def _catch_up(self) -> None:
