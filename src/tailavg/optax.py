@@ -1,4 +1,4 @@
-"""Tail averages of parameters as an optax transformation, which goes last in a chain.
+"""Tail averages of parameters as an optax transformation, the last one of a chain.
 
 tx = with_tail_average(optax.adam(1e-3), 0.25)      # the last quarter of all updates
 ...
@@ -29,7 +29,7 @@ _CHANGERS = {
     "MechanicState",
     "ScheduleFreeState",
     "SplitRealAndImaginaryState",
-}  # of wrappers that change updates or parameters on their way; in optax or in optax.contrib
+}  # wrappers that change updates or parameters, from optax and optax.contrib
 
 __all__ = ["averaged_params", "tail_average", "with_tail_average"]
 
@@ -37,14 +37,14 @@ __all__ = ["averaged_params", "tail_average", "with_tail_average"]
 def tail_average(
     rule: AnyWindow | Rule, *, dtype: Any = jnp.float32
 ) -> optax.GradientTransformationExtraArgs:
-    """A transformation that leaves updates alone and averages the parameters as they will be.
+    """A transformation that leaves updates alone and averages the updated parameters.
 
-    It must be the last one in its chain, since it sees no update that is changed after it:
-    `with_tail_average` puts it there, and `averaged_params` raises if it is elsewhere.
+    It must come last in its chain, since it cannot see what later transformations change.
+    `with_tail_average` puts it last, and `averaged_params` raises if it is elsewhere.
 
-    Arguments:
+    Args:
         rule: As for `tailavg.jax.tail_average`.
-        dtype: That of the accumulators.
+        dtype: The dtype of the accumulators.
 
     Examples:
         >>> tx = optax.chain(optax.sgd(0.5), tail_average(2))
@@ -74,28 +74,31 @@ def tail_average(
 def with_tail_average(
     tx: Any, rule: AnyWindow | Rule, *, dtype: Any = jnp.float32
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer that averages the parameters as it leaves them, for `averaged_params`.
+    """An optimizer that also averages the parameters it produces, for `averaged_params`.
 
-    Arguments:
-        tx: The whole optimizer, learning rate and weight decay included.
+    Args:
+        tx: The complete optimizer, including learning rate and weight decay.
         rule: As for `tailavg.jax.tail_average`.
-        dtype: That of the accumulators.
+        dtype: The dtype of the accumulators.
     """
     return optax.chain(tx, tail_average(rule, dtype=dtype))
 
 
 def averaged_params(opt_state: Any, params: Any = None) -> Any:
-    """The averaged parameters, found anywhere in the state of an optimizer; may be jitted.
+    """Find the averaged parameters anywhere in the state of an optimizer; may be jitted.
 
-    Tails of different parameters, as under `optax.multi_transform`, come in one tree.
+    Tails of different parameters, as under `optax.multi_transform`, are merged into one tree.
 
-    Arguments:
-        opt_state: The state of the optimizer, or the part of it that has the wanted tail; that of
-            an `nnx.Optimizer` will do.
-        params: The parameters, for their dtypes, and for what no tail is kept of, as under
-            `optax.masked`; without them, the dtypes are those of the accumulators.
+    Args:
+        opt_state: The state of the optimizer, or the part of it that has the tail you want. The
+            state of an `nnx.Optimizer` is accepted too.
+        params: The parameters. They give the dtypes of the result, and the values where there is no
+            tail, as under `optax.masked`. Without them, dtypes are those of the accumulators.
+
+    Raises:
+        ValueError: If the state has no tail, a misplaced one, or two of the same parameter.
     """
-    if nnx := sys.modules.get("flax.nnx"):  # whose optimizers keep their arrays in variables
+    if nnx := sys.modules.get("flax.nnx"):  # its optimizers keep arrays in variables
         as_pure = getattr(nnx, "as_pure", None) or nnx.pure  # its name before flax 0.12.7
         opt_state, params = as_pure((opt_state, params))
     states = _tails(opt_state)
@@ -112,14 +115,14 @@ def averaged_params(opt_state: Any, params: Any = None) -> Any:
         return jax.tree.map(_like, averaged, params)
     if any(map(_masked, jax.tree.leaves(averaged, is_leaf=_masked))):
         raise ValueError(
-            "params: expected the parameters, since the tail is of a part of them, got none; "
+            "params: expected the parameters, since only a part of them has a tail, got none; "
             "call averaged_params(opt_state, params)"
         )
     return averaged
 
 
 def _tails(node: Any) -> list[TreeState]:
-    """The states of tails in a state, each of which must come last in its chain."""
+    """The states of the tails in a state; each tail must come last in its chain."""
     if isinstance(node, TreeState):
         return [node]
     if jax.tree_util.all_leaves([node]):
@@ -131,20 +134,20 @@ def _tails(node: Any) -> list[TreeState]:
             if tails and not all(map(_only_tails, children[place + 1 :])):
                 raise ValueError(
                     f"opt_state: expected tail_average last in its chain, got it in place "
-                    f"{place + 1} of {len(found)}: what comes after it changes the updates, and "
-                    "it would average parameters that never were; use with_tail_average(tx, rule)"
+                    f"{place + 1} of {len(found)}: what comes after it changes the updates, so it "
+                    "would average parameters that never existed; use with_tail_average(tx, rule)"
                 )
     if type(node).__name__ in _CHANGERS and any(found):
         raise ValueError(
             f"opt_state: expected tail_average around what has a {type(node).__name__}, got it "
-            "inside, where it averages parameters that never were; use with_tail_average(tx, rule) "
-            "with the whole of it as tx"
+            "inside, where it averages parameters that never existed; use "
+            "with_tail_average(tx, rule) with all of it as tx"
         )
     return [state for tails in found for state in tails]
 
 
 def _only_tails(node: Any) -> bool:
-    """Whether this is the state of tails alone, which leave updates as they are."""
+    """Whether this state is of nothing but tails, which leave updates alone."""
     if isinstance(node, TreeState):
         return True
     children, _ = _children(node)
@@ -153,10 +156,10 @@ def _only_tails(node: Any) -> bool:
 
 
 def _merged(a: Any, b: Any, what: Literal["opt_state", "params"] = "opt_state") -> Any:
-    """Two trees in one, where one of them, or both, are masked; parameters only fill gaps."""
+    """Merge two trees with masked parts. Parameters only fill the gaps."""
     if _masked(b):
         return a
-    if _masked(a):  # parameters may be donated soon
+    if _masked(a):  # copied, since parameters may be donated
         return b if what == "opt_state" else jax.tree.map(jnp.copy, b)
     (children, structure), (others, other) = _children(a), _children(b)
     if structure != other:
@@ -166,8 +169,8 @@ def _merged(a: Any, b: Any, what: Literal["opt_state", "params"] = "opt_state") 
         return structure.unflatten([_merged(*pair, what) for pair in pairs])
     if what == "opt_state":
         raise ValueError(
-            "opt_state: expected one tail of each parameter, got several; pass the part of it "
-            "that has the one you want, such as opt_state[-1]"
+            "opt_state: expected one tail of each parameter, got several; pass the part of the "
+            "state that has the one you want, such as opt_state[-1]"
         )
     if jnp.shape(a) != jnp.shape(b):
         raise ValueError(f"params: expected a leaf of shape {jnp.shape(a)}, got {jnp.shape(b)}")
@@ -180,7 +183,7 @@ def _like(average: Any, leaf: Any) -> Any:
 
 
 def _children(node: Any) -> tuple[list[Any], Any]:
-    """What is right under a node of a pytree, and how to put it together again."""
+    """The direct children of a node of a pytree, and the structure to rebuild it."""
     return jax.tree.flatten(node, is_leaf=lambda child: child is not node)
 
 

@@ -1,8 +1,8 @@
 """Averages of saved checkpoints, piece by piece, so that memory does not grow with their number.
 
-Weights are known before any file is read. Tensors are cut into pieces and pieces put into groups;
-for each group every file that has a weight is read once, and sums are held in float64. Tensors
-that are not of real or complex numbers, and all else in a file, are those of the newest file.
+The weights are known before any file is read. Tensors are cut into pieces, and pieces are grouped.
+For each group, every file with a weight is read once and added to float64 sums. Everything but real
+and complex tensors is taken from the newest file.
 """
 
 from __future__ import annotations
@@ -34,53 +34,55 @@ Piece = npt.NDArray[Any]
 Read = Callable[[str, int, int], Piece]
 
 PIECE = 2**15
-"""How many numbers are added at once: few enough for the cache, and for one thread of torch."""
+"""How many numbers to add at once: few enough for the cache, and for one torch thread."""
 
 GROUP = 2**22
-"""How many sums are held at once, or a 32nd of the checkpoint if that is more."""
+"""How many sums to hold at once, or a 32nd of the checkpoint if that is more."""
 
 SAFETENSORS = frozenset({".safetensors"})
 TORCH = frozenset({".pt", ".pth"})
 
 
 class CheckpointError(ValueError):
-    """A file that cannot be read, or does not go with the others."""
+    """A file that cannot be read, or does not match the others."""
 
 
 def natural(path: Path) -> tuple[list[int], str]:
     """A key that sorts names by the numbers in them: step-9 before step-10.
 
-    >>> sorted([Path("step-10.pt"), Path("step-9.pt")], key=natural)[0].name
-    'step-9.pt'
+    Examples:
+        >>> sorted([Path("step-10.pt"), Path("step-9.pt")], key=natural)[0].name
+        'step-9.pt'
     """
     return [int(number) for number in re.findall(r"\d+", str(path))], str(path)
 
 
 def weights(rule: WindowRule, files: int) -> Reals:
-    """The weight of each of so many checkpoints, oldest first.
+    """The weight of each checkpoint, oldest first.
 
-    >>> from tailavg import ExactWindow
-    >>> weights(ExactWindow(0.5), 4)
-    array([0. , 0. , 0.5, 0.5])
+    Examples:
+        >>> from tailavg import ExactWindow
+        >>> weights(ExactWindow(0.5), 4)
+        array([0. , 0. , 0.5, 0.5])
     """
     return dense_weights(rule, starts_at(rule, files), files)
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """What is known of a tensor before it is read."""
+    """What is known about a tensor before it is read."""
 
     dtype: str
     shape: tuple[int, ...]
     size: int
     averaged: bool
-    """Whether it is averaged, rather than taken from the newest file."""
+    """Whether to average it, rather than take it from the newest file."""
     tied_to: str | None = None
-    """The tensor that it is one and the same with, where a format can say so."""
+    """The tensor it shares memory with, in formats that can tell."""
 
 
 class _File(ABC):
-    """A checkpoint, of which nothing but the tensors' names and kinds has been read."""
+    """A checkpoint. Only the names and kinds of its tensors are read at first."""
 
     path: Path
     tensors: dict[str, Tensor]
@@ -90,13 +92,13 @@ class _File(ABC):
 
     @abstractmethod
     def opened(self) -> AbstractContextManager[Read]:
-        """How to read a piece of a tensor, in double precision: name, start, stop."""
+        """A function that reads a piece of a tensor in float64: name, start, stop."""
 
     @abstractmethod
     def write(self, streams: Sequence[BinaryIO], averages: Iterator[Sequence[Piece]]) -> None:
-        """Write this file to streams, with averages in the place of its tensors.
+        """Write this file to each stream, with averages instead of its tensors.
 
-        Averages come in pieces, of each as many as there are streams.
+        `averages` gives piece after piece, each as a sequence with one average per stream.
         """
 
 
@@ -105,14 +107,23 @@ def average_checkpoints(
     outputs: Mapping[Path, WindowRule],
     progress: Callable[[int, int], object] | None = None,
 ) -> list[list[Path]]:
-    """Write averages of checkpoints, given oldest first, in one pass: to each output by its rule.
+    """Average checkpoints in one pass, and write an output for each rule.
 
-    No output appears before all are whole. Returns for each the files that have a weight.
-    `progress` is told how many numbers of how many have been read. Files that differ in tensors,
-    shapes or dtypes raise a `CheckpointError`.
+    No output appears before all are whole.
+
+    Args:
+        paths: The checkpoints, oldest first.
+        outputs: The files to write, each with its rule.
+        progress: Called with how many numbers have been read, and how many there are.
+
+    Returns:
+        For each output, the files that have a weight.
+
+    Raises:
+        CheckpointError: If a file cannot be read, or differs in tensors, shapes or dtypes.
     """
     for output in outputs:
-        if output.is_dir():  # what would be noticed too late, when others have their names
+        if output.is_dir():  # caught now, before other outputs get their names
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(output))
     suffixes = {output.suffix for output in outputs}
     kind: type[_File] = _Safetensors if suffixes <= SAFETENSORS else _Torch
@@ -135,7 +146,7 @@ def average_checkpoints(
                         numbers = read(name, start, stop)
                         for i, weight in enumerate(its):
                             if weight > 0.0:
-                                # in float64, numbers equal in every file stay as they are
+                                # in float64, numbers that all files share stay the same
                                 pieces[i] += weight * numbers
                         done += stop - start
                         if progress is not None:
@@ -151,7 +162,7 @@ def average_checkpoints(
 
 
 def _groups(sizes: Mapping[str, int]) -> Iterator[list[tuple[str, int, int]]]:
-    """Tensors cut into pieces (name, start, stop), and those into groups."""
+    """Cut tensors into pieces (name, start, stop), and group the pieces."""
     most = max(GROUP, sum(sizes.values()) // 32)
     group: list[tuple[str, int, int]] = []
     held = 0
@@ -195,8 +206,8 @@ def _check_alike(file: _File, newest: _File) -> None:
 class _Safetensors(_File):
     """A .safetensors file: the length of a header, the header in JSON, the numbers.
 
-    The format's own library says whether a file is right; numbers are read by their offsets, a
-    piece at a time, which no slice of that library does for every shape.
+    The format's own library validates a file. Numbers are read by their offsets, a piece at a time,
+    which the slices of that library cannot do for every shape.
     """
 
     _INTEGERS = frozenset({"BOOL", "I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64"})
@@ -219,7 +230,7 @@ class _Safetensors(_File):
         self._check(room)
         entries = json.loads(self._head[8:])
         entries.pop("__metadata__", None)
-        # in the order in which they stand in the file
+        # in file order
         entries = dict(sorted(entries.items(), key=lambda item: item[1]["data_offsets"]))
         self.tensors = {}
         self._spans: dict[str, tuple[int, int]] = {}
@@ -236,14 +247,14 @@ class _Safetensors(_File):
             self._spans[name] = len(self._head) + start, len(self._head) + stop
 
     def _check(self, room: int) -> None:
-        """Raise unless this is a file of the format, with all its numbers."""
+        """Raise unless the file is valid and complete."""
         from safetensors import SafetensorError, safe_open
 
         try:
             with safe_open(self.path, "np"):
                 return
         except (SafetensorError, OSError) as error:
-            problem = f"is no valid .safetensors file: {error}"
+            problem = f"not a valid .safetensors file: {error}"
         if room < 0:
             raise CheckpointError(
                 f"{self.path}: truncated in its header, before any tensor, or {problem}"
@@ -262,7 +273,7 @@ class _Safetensors(_File):
 
     @cached_property
     def _dtypes(self) -> dict[str, np.dtype[Any]]:
-        """The dtypes of the tensors to average; NumPy knows those of ml_dtypes by their type."""
+        """The dtypes of the tensors to average, some of them from ml_dtypes."""
         used = {tensor.dtype for tensor in self.tensors.values() if tensor.averaged}
         found: dict[str, np.dtype[Any]] = {}
         for dtype in used:
@@ -285,7 +296,7 @@ class _Safetensors(_File):
                 numbers = stream.read((stop - start) * dtype.itemsize)
                 if len(numbers) < (stop - start) * dtype.itemsize:
                     raise CheckpointError(
-                        f"{self.path}: tensor {name!r}: the file became shorter while it was read"
+                        f"{self.path}: tensor {name!r}: the file shrank while it was read"
                     )
                 wide = np.complex128 if dtype.kind == "c" else np.float64
                 return np.frombuffer(numbers, dtype).astype(wide)
@@ -318,7 +329,7 @@ def _rounded(numbers: Piece, dtype: np.dtype[Any]) -> Piece:
 
 
 class _Torch(_File):
-    """A .pt file: dicts and lists of tensors, and other plain data, however deep."""
+    """A .pt file: tensors and other plain data in nested dicts and lists."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -339,13 +350,13 @@ class _Torch(_File):
             raise CheckpointError(f"{path}: expected tensors in dicts or lists, got none")
 
     def _load(self) -> tuple[Any, dict[str, Any]]:
-        """All there is in the file, and its tensors by name. Numbers are read when asked for."""
+        """The contents of the file, and its tensors by name. Numbers are read on access."""
         import torch
 
         try:
             tree = torch.load(self.path, map_location="cpu", mmap=True, weights_only=True)
             tensors = dict(_leaves(tree))
-        except Exception as error:  # a damaged file fails in as many ways as there are
+        except Exception as error:  # a damaged file can raise anything
             first = str(error).strip().partition("\n")[0]
             raise CheckpointError(
                 f"{self.path}: expected a whole file of tensors and plain data, as torch.save "
@@ -376,8 +387,8 @@ class _Torch(_File):
     def write(self, streams: Sequence[BinaryIO], averages: Iterator[Sequence[Piece]]) -> None:
         import torch
 
-        # The file is mapped privately: what is written into its tensors does not reach it, and
-        # what is tied, or of an unusual layout, stays so.
+        # The mapping is private: writing to the tensors does not change the file, and tied
+        # tensors and unusual layouts are kept.
         trees = [self._load() for _ in streams]
         for name, tensor in self.tensors.items():
             if not tensor.averaged:

@@ -1,4 +1,4 @@
-"""The command line. One file per command; what a command needs, it imports when it runs."""
+"""The command line. One file per command; each imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say the version.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     pass

@@ -1,4 +1,4 @@
-"""`tailavg checkpoints`: the tail of a run, from what it saved."""
+"""`tailavg checkpoints`: average the last checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["checkpoints"]
 
 
 class Sort(StrEnum):
-    """What tells older checkpoints from newer ones."""
+    """How to order checkpoints in time."""
 
     step = "step"
     name = "name"
@@ -30,34 +30,34 @@ def checkpoints(
     output: Annotated[
         Path,
         typer.Option(
-            "--output", "-o", help="The file to write; {window} in it is each of --windows."
+            "--output", "-o", help="The file to write; {window} stands for each of --windows."
         ),
     ],
     window: Annotated[
         str | None,
         typer.Option(
-            help="The last so many of the files (10), or the last fraction (0.25); "
+            help="How many of the last files to average (10), or which fraction (0.25); "
             "1 is the last file, 1.0 all of them."
         ),
     ] = None,
     windows: Annotated[
         str | None,
         typer.Option(
-            help="Several at once, as 0.1,0.25,10: a file for each; in the place of --window."
+            help="Several windows at once, such as 0.1,0.25,10, with a file for each; replaces --window."
         ),
     ] = None,
     sort: Annotated[
         Sort,
-        typer.Option(help="The order in time: the numbers in names, names, or times of change."),
+        typer.Option(help="Order by the numbers in names, by name, or by modification time."),
     ] = Sort.step,
     method: Annotated[
-        Method, typer.Option(help="How to weigh them; exact is the plain mean of the window.")
+        Method, typer.Option(help="How to weigh the files; exact is the plain mean of the window.")
     ] = Method.exact,
     accumulators: Annotated[
-        int | None, typer.Option(help="With --method anytime: how many to imitate.")
+        int | None, typer.Option(help="With --method anytime: how many accumulators to imitate.")
     ] = None,
 ) -> None:
-    """Average the last checkpoints of a run, in the memory of one of them.
+    """Average the last checkpoints of a run, in the memory of one.
 
     Examples: tailavg checkpoints run/step-*.safetensors --window 0.25 -o average.safetensors
 
@@ -66,7 +66,7 @@ def checkpoints(
     chosen = parse_windows(window, windows)
     if len(chosen) > 1 and "{window}" not in str(output):
         raise typer.BadParameter(
-            f"expected {{window}} in the name, since there are several, got {output}",
+            f"expected {{window}} in the name, since there are several windows, got {output}",
             param_hint="--output",
         )
     outputs = {}
@@ -106,14 +106,14 @@ def checkpoints(
 
 
 def _check_names(files: list[Path], output: Path) -> None:
-    """Refuse names that cannot be meant."""
+    """Raise if the names cannot be right."""
     from tailavg.checkpoints import SAFETENSORS, TORCH
 
     kinds = SAFETENSORS if output.suffix in SAFETENSORS else TORCH
     for path in [output, *files]:
         if path.suffix not in kinds:
             raise typer.BadParameter(
-                "expected files and output that all end in .safetensors, or all in .pt or .pth; "
+                "expected all files and the output to end in .safetensors, or all in .pt or .pth; "
                 f"got the output {output} and {path}"
             )
     if not output.parent.is_dir():
@@ -126,7 +126,7 @@ def _check_names(files: list[Path], output: Path) -> None:
             raise typer.BadParameter(f"expected each checkpoint once, got {path} twice")
     if output.resolve() in seen:
         raise typer.BadParameter(
-            f"expected another file than the checkpoints, got {output}, which is one of them",
+            f"expected a file that is not one of the checkpoints, got {output}",
             param_hint="--output",
         )
 
@@ -144,7 +144,7 @@ def _in_order(files: list[Path], sort: Sort) -> list[Path]:
         one, other, *_ = patterns.values()
         raise typer.BadParameter(
             f"expected names that differ in their numbers only, got {one} and {other}: "
-            "which is older? Leave one out, or say so with --sort name or --sort mtime",
+            "which is older? Leave one out, or choose --sort name or --sort mtime",
             param_hint="--sort",
         )
     return sorted(files, key=natural)

@@ -1,4 +1,4 @@
-"""What commands share: how a rule is named, and how a mistake is told."""
+"""What commands share: parsing windows and rules, and reporting errors."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tailavg.core.windows import Growing, Window, as_window
 __all__ = ["Method", "fail", "parse_rule", "parse_window", "parse_windows", "window_name"]
 
 FAILED = 1
-"""The exit code after bad data or a file that cannot be used; a wrong command line is 2."""
+"""The exit code for bad data or an unusable file; for a wrong command line it is 2."""
 
 
 class Method(StrEnum):
-    """The methods that need no more than a window."""
+    """The methods that need only a window."""
 
     anytime = "anytime"
     exponential = "exponential"
@@ -31,17 +31,18 @@ def fail(message: str) -> NoReturn:
 
 
 def parse_window(text: str, at_most: int | None = None) -> Window:
-    """The window that a word names: `100` the last hundred, `0.25` the last quarter.
+    """Parse a window: `100` is the last hundred, `0.25` the last quarter.
 
-    >>> parse_window("1"), parse_window("1.0")
-    (Fixed(k=1), Growing(c=1.0, at_most=None))
+    Examples:
+        >>> parse_window("1"), parse_window("1.0")
+        (Fixed(k=1), Growing(c=1.0, at_most=None))
     """
     try:
         window = as_window(int(text) if text.strip().lstrip("+-").isdigit() else float(text))
         if at_most is None:
             return window
         if not isinstance(window, Growing):
-            raise ValueError("--at-most goes with a fraction as --window")
+            raise ValueError("--at-most needs a fraction as --window")
         return Growing(window.c, at_most)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
@@ -50,37 +51,39 @@ def parse_window(text: str, at_most: int | None = None) -> Window:
 def parse_windows(
     window: str | None, windows: str | None, at_most: int | None = None
 ) -> list[Window]:
-    """The window of --window, or those of --windows, whichever is given.
+    """Parse --window or --windows, whichever is given.
 
-    >>> parse_windows(None, "100,0.25")
-    [Fixed(k=100), Growing(c=0.25, at_most=None)]
+    Examples:
+        >>> parse_windows(None, "100,0.25")
+        [Fixed(k=100), Growing(c=0.25, at_most=None)]
     """
     if windows is None and window is not None:
         return [parse_window(window, at_most)]
     if windows is None or window is not None:
-        got = "none" if windows is None else "both"
-        raise typer.BadParameter(f"expected either --window or --windows, got {got} of them")
+        got = "neither" if windows is None else "both"
+        raise typer.BadParameter(f"expected either --window or --windows, got {got}")
     if at_most is not None:
         raise typer.BadParameter("--at-most goes with --window, not with --windows")
     found: list[Window] = []
     for text in windows.split(","):
         if (one := parse_window(text)) in found:
-            raise typer.BadParameter(f"--windows: expected each once, got {text.strip()} twice")
+            raise typer.BadParameter(f"--windows: expected each window once, got {text.strip()} twice")
         found.append(one)
     return found
 
 
 def window_name(window: Window) -> str:
-    """The shortest word that names a window.
+    """The shortest text that `parse_window` turns into a window.
 
-    >>> window_name(parse_window("0.50")), window_name(parse_window("1"))
-    ('0.5', '1')
+    Examples:
+        >>> window_name(parse_window("0.50")), window_name(parse_window("1"))
+        ('0.5', '1')
     """
     return str(window.c if isinstance(window, Growing) else window.k)
 
 
 def parse_rule(window: Window, method: Method, accumulators: int | None) -> WindowRule:
-    """The rule that options name."""
+    """The rule that the options describe."""
     if method is not Method.anytime:
         if accumulators is not None:
             raise typer.BadParameter(f"--accumulators goes with --method anytime, not {method}")

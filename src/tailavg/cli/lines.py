@@ -1,8 +1,8 @@
-"""Lines of text: the three kinds of input, and numbers a block at a time.
+"""Lines of text: the three kinds of input, and fast conversion of numbers.
 
-A block of nothing but numbers is converted many lines to an instruction, and to the digit as
-Python would: what is read is what `float` reads, what is written is what `%.12g` writes. A line
-that the fast way is not sure of goes through Python's own conversion.
+A block of nothing but numbers is converted many lines at a time, with exactly Python's results:
+numbers are read as by `float` and written as by `%.12g`. Where the fast conversion might be wrong,
+Python converts the line.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ __all__ = [
 ]
 
 DIGITS = 12
-"""The significant digits of a number that is written."""
+"""The significant digits of numbers in the output."""
 
 NUMBER = f"%.{DIGITS}g"
-"""How a number is written."""
+"""The format of numbers in the output."""
 
 Array = npt.NDArray[Any]
 
 _NEWLINE, _TAB, _COMMA, _MINUS, _DOT, _ZERO = b"\n\t,-.0"
-_SLICE = 1 << 17  # bytes that are handled at once: their arrays fit the cache
-_POWERS = 10.0 ** np.arange(23)  # those that a float64 holds exactly
-_LONGEST = 19 if np.finfo(np.longdouble).nmant >= 63 else 15  # in digits, to be exact
+_SLICE = 1 << 17  # bytes handled at once: their arrays fit the cache
+_POWERS = 10.0 ** np.arange(23)  # the powers that a float64 holds exactly
+_LONGEST = 19 if np.finfo(np.longdouble).nmant >= 63 else 15  # the most digits converted exactly
 _FOUR = np.frombuffer(b"".join(b"%04d" % i for i in range(10_000)), np.uint32)  # "0000" … "9999"
 
 
 class Row(NamedTuple):
-    """A line of the input that could be read."""
+    """A parsed line of the input."""
 
     line: str
     numbers: list[float]
@@ -60,14 +60,14 @@ class Row(NamedTuple):
 
 @dataclass
 class PlainInput:
-    """A number to a line."""
+    """One number per line."""
 
     kind: ClassVar[str] = "plain"
 
     columns: list[str]
     by: str | None
     names: list[str] | None = None  # of all columns, once known
-    suffixes: list[str] = field(default_factory=lambda: [""])  # of the averages of a column
+    suffixes: list[str] = field(default_factory=lambda: [""])  # one for each average of a column
 
     @property
     def averages(self) -> list[str]:
@@ -75,16 +75,16 @@ class PlainInput:
         return [f"average{suffix}" for suffix in self.suffixes]
 
     def take_header(self, block: bytes) -> bytes:
-        """What follows the header, of which there is none."""
+        """Return the block unchanged: there is no header."""
         self.names = ["value"]
         return block
 
     def numbers(self, block: bytes) -> Array:
-        """The numbers, a row to a line, if all are as they should be; otherwise a ValueError."""
+        """The numbers, one row per line; raise a ValueError if a line is not plain numbers."""
         return parse_numbers(block)[:, None]
 
     def parse(self, line: str) -> Row:
-        """A line of the input; a ValueError says what is wrong with it."""
+        """Parse a line; raise a ValueError that says what is wrong with it."""
         number = _number(line, "a number")
         return Row(line, [number], "", {"value": _json_number(number)})
 
@@ -93,22 +93,22 @@ class PlainInput:
         return row.line
 
     def json_object(self, row: Row) -> str:
-        """The columns of the input, as JSON: numbers where they are averaged, else strings."""
+        """The columns of the input, as JSON: averaged columns as numbers, others as strings."""
         return json.dumps(row.fields, ensure_ascii=False)
 
     def check_names(self) -> None:
-        """Fail unless the columns exist, and the averages are not among them."""
+        """Fail if a column is missing, or the name of an average is taken."""
         assert self.names is not None
         for name in [*self.columns, *([] if self.by is None else [self.by])]:
             if name not in self.names:
                 fail(f"no column {name!r} in the header; there are: {', '.join(self.names)}")
         for name in self.averages:
             if name in self.names:
-                fail(f"the input has a column {name!r} already; rename it, the average is to be it")
+                fail(f"the input already has a column {name!r}, the name of the average; rename it")
 
 
 class CsvInput(PlainInput):
-    """CSV with a header. A row is a line: a quoted cell may hold commas, but no line ends."""
+    """CSV with a header. One row per line: a quoted cell may hold commas, but no line ends."""
 
     kind = "csv"
 
@@ -118,7 +118,7 @@ class CsvInput(PlainInput):
         return [f"{name}_average{suffix}" for name in self.columns for suffix in self.suffixes]
 
     def take_header(self, block: bytes) -> bytes:
-        """What follows the header; when going on from a state, there may be none."""
+        """The block without its header, which may be missing when resuming from a state."""
         line, _, rest = block.partition(b"\n")
         try:
             names = [name.strip() for name in _cells(decode(line))]
@@ -131,18 +131,18 @@ class CsvInput(PlainInput):
         return rest
 
     def numbers(self, block: bytes) -> Array:
-        """The numbers, a row to a line, if all are as they should be; otherwise a ValueError."""
+        """The numbers, one row per line; raise a ValueError if a line is not plain numbers."""
         assert self.names is not None
         found = []
         for name in self.columns:
             cells = column(block, self.names.index(name), len(self.names))
             if cells is None:
-                raise ValueError("expected rows of as many cells as the header")
+                raise ValueError("expected rows with as many cells as the header")
             found.append(parse_numbers(cells))
         return np.stack(found, axis=1)
 
     def parse(self, line: str) -> Row:
-        """A line of the input; a ValueError says what is wrong with it."""
+        """Parse a line; raise a ValueError that says what is wrong with it."""
         assert self.names is not None
         cells = _cells(line)
         if len(cells) != len(self.names):
@@ -156,20 +156,20 @@ class CsvInput(PlainInput):
 
 
 class JsonInput(CsvInput):
-    """JSON lines: an object to a line."""
+    """JSON lines: one object per line."""
 
     kind = "jsonl"
 
     def take_header(self, block: bytes) -> bytes:
-        """What follows the header, of which there is none: the first row names the columns."""
+        """Return the block unchanged: the first row names the columns."""
         return block
 
     def numbers(self, block: bytes) -> Array:
-        """A ValueError: JSON is read a row at a time."""
+        """Raise a ValueError: JSON is parsed row by row."""
         raise ValueError
 
     def parse(self, line: str) -> Row:
-        """A line of the input; a ValueError says what is wrong with it."""
+        """Parse a line; raise a ValueError that says what is wrong with it."""
         try:
             fields = json.loads(line)
         except (ValueError, RecursionError) as error:
@@ -186,7 +186,7 @@ class JsonInput(CsvInput):
                 raise ValueError(f"expected a number in field {name!r}, got {got}")
             try:
                 numbers.append(float(number))
-            except OverflowError:  # as a float of as many digits would be
+            except OverflowError:  # as float does with as many digits
                 numbers.append(math.inf if number > 0 else -math.inf)
         key: Any = ""
         if self.by is not None:
@@ -194,29 +194,29 @@ class JsonInput(CsvInput):
                 raise ValueError(f"expected a field {self.by!r}, got {list(fields)[:20]}")
             key = fields[self.by]
         if taken := [name for name in self.averages if name in fields]:
-            raise ValueError(f"expected no field {taken[0]!r}, the average is to be it")
+            raise ValueError(f"expected no field {taken[0]!r}, the name of the average")
         if self.names is None:
             self.names = list(fields)
         return Row(line.strip(), numbers, key if isinstance(key, str) else json.dumps(key), fields)
 
     def json_object(self, row: Row) -> str:
-        """The columns of the input, as they came."""
+        """The line, unchanged."""
         return row.line
 
     def csv_cells(self, row: Row) -> str:
-        """The columns of the input, as CSV: those of the first row."""
+        """The columns that the first row has, as CSV."""
         assert self.names is not None
         values = [row.fields.get(name, "") for name in self.names]
         return csv_line([v if isinstance(v, str) else json.dumps(v) for v in values])
 
 
 def decode(text: bytes) -> str:
-    """As text; bytes that are none are kept for the output."""
+    """Decode text, keeping invalid bytes for the output."""
     return text.decode(errors="surrogateescape")
 
 
 def short(text: str) -> str:
-    """A text to be quoted in a message."""
+    """Quote a text in a message, shortened if it is long."""
     return repr(text) if len(text) <= 60 else f"{text[:50]!r}… ({len(text)} characters)"
 
 
@@ -230,7 +230,7 @@ def _number(text: str, expected: str) -> float:
 
 
 def _json_number(number: float) -> float | None:
-    """JSON has no infinities, and no NaN."""
+    """None for infinities and NaN, which JSON lacks."""
     return number if math.isfinite(number) else None
 
 
@@ -246,14 +246,14 @@ def _cells(line: str) -> list[str]:
 
 
 def csv_line(cells: list[str]) -> str:
-    """A line of CSV, without its end."""
+    """A line of CSV, without its line end."""
     text = io.StringIO()
     csv.writer(text, lineterminator="").writerow(cells)
     return text.getvalue()
 
 
 def parse_numbers(block: bytes) -> Array:
-    r"""The number on each line, or a ValueError if a line is anything else.
+    r"""The number on each line; raise a ValueError if a line is anything else.
 
     Examples:
         >>> parse_numbers(b"1.5\n-20\n1e3\n")
@@ -263,7 +263,7 @@ def parse_numbers(block: bytes) -> Array:
 
 
 def _slices(block: bytes) -> Iterator[bytes]:
-    """A block in parts of whole lines."""
+    """Split a block at line ends."""
     start = 0
     while start < len(block):
         end = block.rfind(b"\n", start, start + _SLICE) + 1 or block.index(b"\n", start) + 1
@@ -314,9 +314,9 @@ def _parse_decimals(block: bytes) -> Array | None:
         whole += more * np.uint64(10 ** (8 * words))
     unsure = lengths > _LONGEST
     decimals = np.minimum(decimals, len(_POWERS) - 1)
-    if longest <= 15:  # both are exact, so their ratio is rounded once
+    if longest <= 15:  # both are exact, so their ratio is rounded only once
         numbers: Array = whole / _POWERS[decimals]
-    else:  # it is rounded twice, which can matter if it then was half-way between two floats
+    else:  # rounded twice, which matters half-way between two floats
         ratio = whole / _POWERS.astype(np.longdouble)[decimals]
         numbers = ratio.astype(np.float64)
         rest, gap = np.abs(ratio - numbers), np.spacing(numbers)
@@ -327,9 +327,9 @@ def _parse_decimals(block: bytes) -> Array | None:
 
 
 def _eight_digits(text: bytes, offsets: Array, lengths: Array) -> Array:
-    """The numbers that the last `lengths` of the 8 digits from each offset spell."""
+    """The numbers given by the last `lengths` of the 8 digits at each offset."""
     words = np.ndarray(len(text) - 7, "<u8", text, strides=(1,))[offsets]
-    # the first digit is the lowest byte: shift out those before the number, and add up pairs
+    # the first digit is the lowest byte: shift out what precedes the number, then add up pairs
     blank = (64 - 8 * np.minimum(np.maximum(lengths, 0), 8)).astype(np.uint64)
     words ^= np.uint64(0x3030303030303030)
     words >>= blank
@@ -343,7 +343,7 @@ def _eight_digits(text: bytes, offsets: Array, lengths: Array) -> Array:
 
 
 def column(block: bytes, index: int, width: int) -> bytes | None:
-    r"""A column of lines of CSV, a cell to a line; None if one is quoted or has other cells.
+    r"""A column of CSV, one cell per line; None if a cell is quoted or a row has another width.
 
     Examples:
         >>> column(b"1,0.5\n2,0.25\n", index=1, width=2)
@@ -359,7 +359,7 @@ def column(block: bytes, index: int, width: int) -> bytes | None:
 
 
 def _column_slice(block: bytes, index: int, width: int) -> bytes | None:
-    """The column of some lines; None if one has other cells."""
+    """The column of some lines; None if a row has another width."""
     text = np.frombuffer(block, np.uint8)
     ends = np.flatnonzero(text == _NEWLINE)
     starts = np.concatenate(([0], ends[:-1] + 1))
@@ -378,7 +378,7 @@ def _column_slice(block: bytes, index: int, width: int) -> bytes | None:
 
 
 def format_numbers(numbers: Array) -> bytes:
-    r"""Each number on a line, as `%.12g`; or each row of a matrix, with tabs between numbers.
+    r"""Format one number per line, as `%.12g`; of a matrix, one row per line, with tabs.
 
     Examples:
         >>> format_numbers(np.array([1.5, -20, 1 / 3, 1e-9]))
@@ -395,30 +395,30 @@ def format_numbers(numbers: Array) -> bytes:
 
 
 def _format_slice(numbers: Array, width: int) -> bytes:
-    """The lines of some numbers, so many to a line."""
+    """The lines of some numbers, `width` to a line."""
     sizes = np.abs(numbers)
     usual = (sizes >= 1e-3) & (sizes < 10.0**DIGITS)
     sizes[~usual] = 1.0
     exponents = np.floor(np.log10(sizes)).astype(np.int64)
     scaled = sizes * _POWERS[DIGITS - 1 - exponents]
     rounded = np.rint(scaled)
-    # the product is off by less than 2e-4: a fraction that near to a half may round either way
+    # the product is off by less than 2e-4: a fraction this close to a half may round either way
     halves = np.abs(np.abs(scaled - rounded) - 0.5) < 2e-4
     misplaced = (scaled < 10.0 ** (DIGITS - 1)) | (rounded >= 10.0**DIGITS)
     unsure = np.flatnonzero(~usual | halves | misplaced)
     if 4 * len(unsure) > len(numbers):
         line = "\t".join([NUMBER] * width) + "\n"
         return (line * (len(numbers) // width) % tuple(numbers.tolist())).encode()
-    exponents[unsure], rounded[unsure] = 0, 10.0 ** (DIGITS - 1)  # to be overwritten
-    rows = np.zeros((len(numbers), 20), np.uint8)  # a byte that is not needed stays 0
+    exponents[unsure], rounded[unsure] = 0, 10.0 ** (DIGITS - 1)  # overwritten below
+    rows = np.zeros((len(numbers), 20), np.uint8)  # unused bytes stay 0
     rows[:, 0] = (numbers < 0) * np.uint8(_MINUS)
     rows[:, -1] = _TAB
     rows[width - 1 :: width, -1] = _NEWLINE
     digits = _without_zeros(rounded.astype(np.int64))
-    present = np.flatnonzero(np.bincount(exponents + 3)) - 3  # -3 is that of 0.001
+    present = np.flatnonzero(np.bincount(exponents + 3)) - 3  # -3 for 0.001
     for exponent in present.tolist():
         alike: Any = slice(None) if len(present) == 1 else np.flatnonzero(exponents == exponent)
-        point = max(exponent + 1, 0)  # the digits before it
+        point = max(exponent + 1, 0)  # the number of digits before it
         row, digit = rows[alike], digits[alike]
         row[:, 1 : 1 + point] = np.maximum(digit[:, :point], _ZERO)
         after = 2 + point
@@ -437,7 +437,7 @@ def _format_slice(numbers: Array, width: int) -> bytes:
 
 
 def _without_zeros(whole: Array) -> Array:
-    """The decimal digits of whole numbers of 12 of them, with 0 in place of the last zeros."""
+    """The digits of 12-digit integers, with the byte 0 for each trailing zero."""
     high, low = np.divmod(whole, 10**8)
     words = np.empty((len(whole), 3), np.uint32)
     words[:, 0] = _FOUR[high]

@@ -1,4 +1,4 @@
-"""`tailavg profile`: every method at one step, side by side."""
+"""`tailavg profile`: compare all methods at one step."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from tailavg.core.windows import Fixed, Growing, Window
 __all__ = ["profile"]
 
 WALKED = 10**6
-"""The exponential is summed sample by sample over this many; over more, its profile is scaled."""
+"""The most samples over which to sum an exponential one by one; longer ones are scaled."""
 
 NEGLIGIBLE = 1e-30
-"""A weight that adds nothing to a mean age."""
+"""A weight too small to change a mean age."""
 
 COUNTED = 2**62
-"""No count goes further: steps are 64-bit integers."""
+"""The largest count: steps are 64-bit integers."""
 
 
 class Dtype(StrEnum):
-    """What accumulators are held in."""
+    """The dtype of the accumulators."""
 
     float32 = "float32"
     float64 = "float64"
 
 
 class Output(StrEnum):
-    """How the profiles are written."""
+    """How to print the profiles."""
 
     table = "table"
     json = "json"
@@ -51,33 +51,33 @@ class Output(StrEnum):
 def profile(
     window: Annotated[
         str,
-        typer.Option(help="The last so many samples (100), or the last fraction (0.25)."),
+        typer.Option(help="How many of the last samples to average (100), or which fraction (0.25)."),
     ],
     count: Annotated[
         str,
         typer.Option(help="The number of samples so far, such as 10000 or 1e9."),
     ],
     at_most: Annotated[
-        int | None, typer.Option(help="The size beyond which a fraction does not grow.")
+        int | None, typer.Option(help="The largest window that a fraction grows to.")
     ] = None,
     accumulators: Annotated[
-        int, typer.Option(min=2, max=100, help="The most accumulators to list.")
+        int, typer.Option(min=2, max=100, help="List the anytime method up to this many accumulators.")
     ] = 5,
     parameters: Annotated[
         str | None,
-        typer.Option(help="Numbers in a sample, such as 7e9: adds the memory of each method."),
+        typer.Option(help="Numbers in a sample, such as 7e9; adds a column for memory."),
     ] = None,
     dtype: Annotated[
         Dtype,
-        typer.Option(help="What accumulators are held in; for 16-bit parameters, float32."),
+        typer.Option(help="The dtype of the accumulators; use float32 for 16-bit parameters."),
     ] = Dtype.float32,
     plot: Annotated[
         Path | None,
-        typer.Option(help="Draw the weights here (.svg, .png, .pdf); needs the extra plot."),
+        typer.Option(help="Draw the weights to this file (.svg, .png, .pdf); needs the extra plot."),
     ] = None,
-    output: Annotated[Output, typer.Option(help="How to write the profiles.")] = Output.table,
+    output: Annotated[Output, typer.Option(help="How to print the profiles.")] = Output.table,
 ) -> None:
-    """Compare the methods: size, ages and memory of each, for a window and a number of samples.
+    """Compare the size, ages and memory of all methods, for a window and a number of samples.
 
     Example: tailavg profile --window 0.25 --count 1e6 --parameters 7e9 --plot weights.svg
     """
@@ -107,7 +107,7 @@ def profile(
 
 
 def _parse_whole(text: str, option: str) -> int:
-    """A whole number of at least 1, which may be written as 7e9."""
+    """Parse an integer of at least 1, such as 7000 or 7e9."""
     try:
         value = int(text) if text.strip().isdigit() else float(text)
     except ValueError:
@@ -133,7 +133,7 @@ def _rules(window: Window, t: int, most: int) -> dict[str, WindowRule]:
 
 
 def _profile(rule: WindowRule, t: int) -> Profile:
-    """The profile at step t, in a time that hardly depends on it."""
+    """The profile at step t, in time that hardly depends on t."""
     if not isinstance(rule, Exponential):
         return summarise(rule, _starts(rule, t), t)
     small, steps, scale = _scaled(rule, t)
@@ -144,22 +144,22 @@ def _profile(rule: WindowRule, t: int) -> Profile:
         if np.min(run) < NEGLIGIBLE:
             break
     size_now = float(rule.size(t))
-    # all has a weight but what came while the window held one sample: there, the decay is 0
+    # all samples have a weight but those before the window grew past 1, where the decay is 0
     oldest = t - max(1, bisect_right(range(1, t + 1), 1.0, key=rule.size))
     return Profile(t, size_now, min(size_now, float(t)), ages * scale, oldest, rule.accumulators)
 
 
 def _starts(rule: WindowRule, t: int) -> list[int]:
-    """The starts of the blocks, for a rule that has a few."""
+    """The starts of the blocks, if the rule has only a few."""
     return [] if isinstance(rule, ExactWindow) else starts_at(rule, t)
 
 
 def _scaled(rule: WindowRule, t: int) -> tuple[WindowRule, int, int]:
-    """A rule and step with the same profile but for a scale, over few enough samples to sum.
+    """A shorter rule and step with the same profile up to a scale, and that scale.
 
-    Blocks are few: only the exponential's weights are summed one by one, until they are
-    negligible, after about 40 windows. With a window and a stream that are both a hundred times
-    shorter, ages are a hundred times less: within a ten-thousandth, if 10,000 are left.
+    Only an exponential needs this, since its weights are summed one by one until they are
+    negligible, after about 40 windows. If window and stream are both a hundred times shorter, so
+    are the ages: to within a ten-thousandth, while the window holds 10,000 samples or more.
     """
     size = float(rule.size(t))
     if not isinstance(rule, Exponential) or min(t, 40 * size) <= WALKED:
@@ -175,7 +175,7 @@ def _scaled(rule: WindowRule, t: int) -> tuple[WindowRule, int, int]:
 
 
 def _arrays(rule: WindowRule, got: Profile) -> int:
-    """How many arrays of the shape of a sample are held."""
+    """How many arrays with the shape of a sample the rule holds."""
     return got.accumulators + (not isinstance(rule, ExactWindow))
 
 
@@ -212,23 +212,24 @@ def _print_table(
             f"{got.oldest_age:,}",
         ]
         table.add_row(*cells, *([_in_bytes(memory[name])] if memory else []))
-    console = Console(highlight=False, width=200)  # a number that is cut short is no number
+    console = Console(highlight=False, width=200)  # never cut a number short
     console.print(table)
     console.print("exact holds samples, not accumulators; an age of 0 is the newest sample.")
     if memory:
         console.print(
-            f"Memory: the accumulators, in {dtype}, and one more array of the sum of recent "
-            "samples,\nwhich keeps their digits; for exact, the samples. Scratch is not counted."
+            f"Memory: the accumulators in {dtype}, and one array for the sum of recent samples;\n"
+            "for exact, the samples. Scratch arrays are not counted."
         )
     if scaled:
-        console.print(f"≈ scaled up from about {WALKED:,} samples: right to 4 digits.")
+        console.print(f"≈ scaled up from about {WALKED:,} samples: accurate to 4 digits.")
 
 
 def _in_bytes(size: float) -> str:
     """A number of bytes, in decimal units.
 
-    >>> _in_bytes(112e9), _in_bytes(40)
-    ('112 GB', '40 B')
+    Examples:
+        >>> _in_bytes(112e9), _in_bytes(40)
+        ('112 GB', '40 B')
     """
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if size < 999.5:
@@ -238,7 +239,7 @@ def _in_bytes(size: float) -> str:
 
 
 def _plot(rules: Mapping[str, WindowRule], t: int, path: Path) -> None:
-    """Draw the weight of samples by age, in multiples of an even weight over the window."""
+    """Draw weights by age, in multiples of an even weight over the window."""
     from io import BytesIO
 
     try:
@@ -284,7 +285,7 @@ def _styles() -> Iterable[str]:
 
 
 def _curve(rule: WindowRule, t: int, reach: float) -> tuple[Any, Any]:
-    """Ages and weights to draw a line through, as far back as `reach`."""
+    """The ages and weights of a curve, back to `reach`."""
     rule, t, scale = _scaled(rule, t)
     ages: list[Any] = []
     weights: list[Any] = []

@@ -1,4 +1,4 @@
-"""`tailavg reproduce`: the experiments of the paper."""
+"""`tailavg reproduce`: run the experiments of the paper."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def reproduce(
         Path, typer.Option("--output", "-o", help="The folder to write to.", file_okay=False)
     ] = Path("reproduction"),
     quick: Annotated[
-        bool, typer.Option("--quick", help="A few runs and step sizes: a look in seconds.")
+        bool, typer.Option("--quick", help="Fewer runs and step sizes, for a look in seconds.")
     ] = False,
     step: Annotated[float, typer.Option(help="The step size of SGD.")] = 0.1,
     start: Annotated[
@@ -32,24 +32,24 @@ def reproduce(
     optimum: Annotated[
         str, typer.Option(help="w*: a number for all coordinates, or normal.", metavar="POINT")
     ] = "normal",
-    seed: Annotated[int, typer.Option(min=0, help="Of the random numbers.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="The seed of the random numbers.")] = 0,
     runs: Annotated[
-        int | None, typer.Option(min=2, help="Runs to average over: 100, or 20 if quick.")
+        int | None, typer.Option(min=2, help="Runs to average over; by default 100, or 20 with --quick.")
     ] = None,
     batches: Annotated[int, typer.Option(min=10, help="Batches in a run.")] = 1000,
     batch_size: Annotated[int, typer.Option(min=1, help="Samples in a batch.")] = 11,
-    dimension: Annotated[int, typer.Option(min=1, help="Of the regression.")] = 50,
+    dimension: Annotated[int, typer.Option(min=1, help="The dimension of the regression.")] = 50,
     noise: Annotated[float, typer.Option(help="ε², the variance of y given x.")] = 0.01,
     at: Annotated[
         int | None,
-        typer.Option(min=1, help="The t of the weights in Figure 4: 0.85 of the batches."),
+        typer.Option(min=1, help="The step of Figure 4; by default 0.85 of the batches."),
     ] = None,
 ) -> None:
-    """Run the paper's experiments, and check what it says about them.
+    """Run the paper's experiments, and check its claims about them.
 
     Writes report.html, the figures (SVG and PNG), curves.csv, tails.csv, claims.json and claims.md
-    to a folder. The paper does not give the step size, the start w₀ nor the solution w*: they are
-    options.
+    to a folder. The step size, the start w₀ and the solution w* are options, since the paper does
+    not give them.
 
     Example: tailavg reproduce --step 0.2 --output step-0.2
     """
@@ -59,7 +59,7 @@ def reproduce(
 
     at = at or max(1, round(0.85 * batches))
     if at > batches:
-        raise typer.BadParameter(f"expected at most the {batches} batches of a run, got --at {at}")
+        raise typer.BadParameter(f"expected at most {batches}, the batches of a run, got --at {at}")
     try:
         problem = Problem(
             step=step,
@@ -93,7 +93,7 @@ def _point(text: str) -> Any:
 
 
 def _run(problem: Problem, at: int, quick: bool, output: Path) -> Result:
-    """Measure, draw and write: to a folder inside `output`, moved out file by file when whole."""
+    """Measure, draw and write to a folder inside `output`; move the files out when all are whole."""
     from tempfile import TemporaryDirectory
 
     from rich.console import Console
@@ -130,7 +130,7 @@ def _run(problem: Problem, at: int, quick: bool, output: Path) -> Result:
                 file.replace(output / file.name)
     finally:
         if not existed:
-            with suppress(OSError):  # it is kept if there is anything in it
+            with suppress(OSError):  # kept if it is not empty
                 output.rmdir()
     return result
 
@@ -144,4 +144,4 @@ def _show(result: Result, output: Path) -> None:
         table.add_row(row.claim.sentence, str(row.figure), row.verdict.value)
     console = Console()
     console.print(table)
-    typer.echo(f"The report: {(output / 'report.html').resolve()}")
+    typer.echo(f"Report: {(output / 'report.html').resolve()}")

@@ -1,7 +1,7 @@
-"""`tailavg stream`: numbers from a pipe or a file, and their averages at every line.
+"""`tailavg stream`: average numbers from a pipe or a file, line by line.
 
-Input comes in blocks of the lines that have arrived: one line when it is slow, thousands when it
-is fast. Many lines of nothing but numbers are handled as arrays; any others, a row at a time.
+Input is read in blocks of the lines that have arrived: one line if it is slow, thousands if it is
+fast. Many lines of plain numbers are handled as arrays, any others row by row.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from tailavg.core.windows import Growing, Window
 
 __all__ = ["Output", "stream"]
 
-BLOCK = 1 << 20  # the most bytes that are read before they are answered
-MANY = 30  # the fewest lines that are faster as arrays
+BLOCK = 1 << 20  # the most bytes to read before answering
+MANY = 30  # from this many lines on, arrays are faster
 STATE = {"format": "tailavg stream", "version": 2}
 
 Reads = list[tuple[Rule, Window | None]]
-"""For each average of a column, what it is read from, and the window if that has none."""
+"""For each average of a column: its rule, and the window to read if the rule has none."""
 
 
 class Output(StrEnum):
-    """What is written: averages alone, or beside the columns of the input."""
+    """What to write: averages alone, or after the columns of the input."""
 
     plain = "plain"
     csv = "csv"
@@ -59,7 +59,7 @@ class Output(StrEnum):
 
 def stream(
     file: Annotated[
-        str, typer.Argument(metavar="FILE", help="What to read; - is standard input.")
+        str, typer.Argument(metavar="FILE", help="The file to read; - is standard input.")
     ] = "-",
     window: Annotated[
         str | None,
@@ -73,7 +73,7 @@ def stream(
     windows: Annotated[
         str | None,
         typer.Option(
-            help="Several at once, as 0.1,0.25,1.0: an average for each; in the place of --window."
+            help="Several windows at once, such as 0.1,0.25,1.0; replaces --window."
         ),
     ] = None,
     column: Annotated[
@@ -91,29 +91,29 @@ def stream(
     accumulators: Annotated[
         int | None,
         typer.Option(
-            help="How many the anytime method keeps: 3 if not said; "
-            "for all fractions of --windows together 12, at least 6."
+            help="How many accumulators the anytime method keeps: by default 3; "
+            "with --windows, 12 for all fractions together, and at least 6."
         ),
     ] = None,
     at_most: Annotated[
-        int | None, typer.Option(help="The most samples that a fraction grows to.")
+        int | None, typer.Option(help="The largest window that a fraction grows to.")
     ] = None,
-    every: Annotated[int, typer.Option(min=1, help="Answer every N-th number only.")] = 1,
+    every: Annotated[int, typer.Option(min=1, help="Answer only every N-th number.")] = 1,
     output: Annotated[
         Output,
-        typer.Option(help="Averages alone, or CSV or JSON lines beside the input's columns."),
+        typer.Option(help="Averages alone, or CSV or JSON lines with the columns of the input."),
     ] = Output.plain,
     state: Annotated[
-        Path | None, typer.Option(help="Go on from this file if it is there, and save to it.")
+        Path | None, typer.Option(help="Resume from this file if it exists, and save to it.")
     ] = None,
     skip_bad: Annotated[
-        bool, typer.Option("--skip-bad", help="Leave out rows that cannot be read, and count them.")
+        bool, typer.Option("--skip-bad", help="Skip rows that cannot be read, and report how many.")
     ] = False,
 ) -> None:
-    """Average numbers as they come: one line in, one average out.
+    """Average numbers as they arrive: one line in, one average out.
 
-    A number to a line, or CSV with a header (--column), or JSON lines (--field); both options may
-    be repeated. Averages are written with 12 significant digits.
+    Reads one number per line, CSV with a header (--column) or JSON lines (--field); both options
+    may be repeated. Writes averages with 12 significant digits.
 
     Examples: tail -f train.log | tailavg stream --window 0.25
 
@@ -128,15 +128,15 @@ def stream(
     else:
         reads = _share(chosen, method, accumulators)
     if column and fields:
-        raise typer.BadParameter("--column reads CSV, --field reads JSON lines: give one of them")
+        raise typer.BadParameter("--column reads CSV, --field reads JSON lines: use only one of them")
     if by is not None and not (column or fields):
-        raise typer.BadParameter("--by goes with --column or --field")
+        raise typer.BadParameter("--by needs --column or --field")
     kind = CsvInput if column else JsonInput if fields else PlainInput
     source = kind(list(dict.fromkeys(column or fields or ["value"])), by)
     if windows is not None:
         source.suffixes = [f"_{window_name(one)}" for one in chosen]
     try:
-        os.fstat(1)  # if it is closed, the next file to be opened would take its place
+        os.fstat(1)  # if it is closed, the next open file would take its number
     except OSError as error:
         fail(f"standard output: {error.strerror}")
     blocks = Blocks(file)
@@ -149,7 +149,7 @@ def stream(
                 _write(session.answer(block))
                 if session.error:
                     break
-    except BrokenPipeError:  # nobody reads on, as in `| head`
+    except BrokenPipeError:  # the reader has gone, as in `| head`
         blocks.signal = None
     except OSError as error:
         fail(f"standard output: {error.strerror}")
@@ -159,7 +159,7 @@ def stream(
 
 
 def _share(windows: list[Window], method: Method, accumulators: int | None) -> Reads:
-    """What several windows are read from: all fractions from one set of blocks."""
+    """Read several windows, all fractions from one set of blocks."""
     if method is not Method.anytime:
         raise typer.BadParameter(f"--method {method} goes with --window, not with --windows")
     fractions = [window.c for window in windows if isinstance(window, Growing)]
@@ -172,7 +172,7 @@ def _share(windows: list[Window], method: Method, accumulators: int | None) -> R
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    # a count would become too short a fraction
+    # a count would become a fraction that is too short
     return [
         (shared, window) if isinstance(window, Growing) else (AnytimeWindow(window), None)
         for window in windows
@@ -180,32 +180,32 @@ def _share(windows: list[Window], method: Method, accumulators: int | None) -> R
 
 
 def _finish(session: Session, stopped: int | None, state: Path | None) -> None:
-    """Say what has to be said, and end with the exit code that goes with it."""
-    saved = "" if state is None else f"; the state up to there is in {state}"
+    """Report skipped rows and errors, and exit with the matching code."""
+    saved = "" if state is None else f"; the state so far is in {state}"
     if session.bad:
         rows = "1 row" if session.bad == 1 else f"{session.bad} rows"
         typer.echo(f"tailavg: skipped {rows}, the first is {session.first_bad}", err=True)
     if session.error:
-        fail(f"{session.error}; mend it, or leave such rows out with --skip-bad{saved}")
+        fail(f"{session.error}; fix it, or skip such rows with --skip-bad{saved}")
     if stopped is not None:
         typer.echo(f"tailavg: stopped after line {session.lines}{saved}", err=True)
         raise typer.Exit(128 + stopped)
 
 
 def _write(data: bytes) -> None:
-    """Write all of it to standard output, now."""
+    """Write all data to standard output at once."""
     rest = memoryview(data)
     while rest:
         try:
             rest = rest[os.write(1, rest) :]
-        except BlockingIOError:  # it was left so by whoever shares it
+        except BlockingIOError:  # another process made the pipe non-blocking
             select.select([], [1], [])
 
 
 class Blocks:
-    """The input in blocks of whole lines, until it ends or a signal asks to stop.
+    """The input in blocks of complete lines, until it ends or a signal arrives.
 
-    A block is what has arrived. A signal takes effect between two blocks; a second one, at once.
+    A block is what has arrived. A signal takes effect between blocks; a second one, immediately.
     """
 
     def __init__(self, file: str) -> None:
@@ -225,7 +225,7 @@ class Blocks:
                     signal.signal(number, lambda number, _: signal.signal(number, signal.SIG_DFL))
 
     def __iter__(self) -> Iterator[bytes]:
-        """The blocks; a last line without an end gets one, unless a signal cut it short."""
+        """The blocks. A last line without a line end gets one, unless a signal cut it short."""
         rest: list[bytes] = []
         while chunk := self._read():
             head, end, tail = chunk.rpartition(b"\n")
@@ -238,7 +238,7 @@ class Blocks:
             yield last + b"\n"
 
     def _read(self) -> bytes:
-        """What has arrived, at least a byte; nothing at the end."""
+        """What has arrived, at least one byte; nothing at the end of the input."""
         parts: list[bytes] = []
         size = 0
         try:
@@ -253,8 +253,8 @@ class Blocks:
         return b"".join(parts)
 
     def _ready(self, timeout: float | None) -> bool:
-        """Whether there is something to read before the time is out and no signal has come."""
-        if os.name != "posix":  # where a pipe cannot be waited for
+        """Whether there is something to read before the timeout, and no signal has arrived."""
+        if os.name != "posix":  # where select cannot wait for a pipe
             return timeout is None
         if self.signal is not None:
             return False
@@ -274,7 +274,7 @@ class Series:
         if [average.rule for average in averages] != rules:
             raise ValueError(f"expected averages of {rules}, got {averages}")
         if len({average.count for average in averages}) > 1:
-            raise ValueError(f"expected averages of as many numbers, got {averages}")
+            raise ValueError(f"expected averages of equally many numbers, got {averages}")
         self.averages = averages
         self.reads = [(averages[rules.index(rule)], window) for rule, window in reads]
 
@@ -289,11 +289,11 @@ class Series:
             average.update(x)
 
     def values(self) -> list[float]:
-        """The averages now."""
+        """The current averages."""
         return [average.value(window) for average, window in self.reads]
 
     def scan(self, xs: Array) -> Array:
-        """Take samples, and return the averages after each, a row to a sample."""
+        """Take samples, and return the averages after each, one row per sample."""
         rows = np.empty((len(xs), len(self.reads)))
         for average in self.averages:
             places = [i for i, (its, _) in enumerate(self.reads) if its is average]
@@ -305,7 +305,7 @@ class Series:
 
 @dataclass
 class Session:
-    """What goes on between input and output: the averages, and where things stand."""
+    """The state between input and output: the averages, and how far the input has been read."""
 
     reads: Reads
     source: PlainInput
@@ -314,14 +314,14 @@ class Session:
     skip_bad: bool
     series: dict[str, list[Series]] = field(default_factory=dict)  # by key
     lines: int = 0  # read so far
-    opened: bool = False  # whether the input has begun
-    headed: bool = False  # whether the header was written, now or before the state was saved
-    bad: int = 0  # rows that were skipped
+    opened: bool = False  # whether any input has been read
+    headed: bool = False  # whether the header was written, in this run or before the state was saved
+    bad: int = 0  # skipped rows
     first_bad: str = ""
     error: str = ""  # why the session cannot go on
 
     def answer(self, block: bytes) -> bytes:
-        """Take a block of lines, and return what is to be written."""
+        """Take a block of lines, and return the output."""
         if b"\r" in block:
             block = block.replace(b"\r\n", b"\n")
         if not self.opened:
@@ -337,7 +337,7 @@ class Session:
         return text
 
     def _answer_rows(self, block: bytes) -> bytes:
-        """The answer to rows: as arrays if they are many and all is well, otherwise one by one."""
+        """The output for rows: as arrays if they are many and plain, otherwise one by one."""
         many = self.source.by is None and block.count(b"\n") >= MANY
         if many and self.output is not Output.jsonl:
             try:
@@ -362,14 +362,14 @@ class Session:
         return "".join(lines).encode(errors="surrogateescape")
 
     def _scan(self, numbers: Array) -> tuple[Array, slice]:
-        """Take rows of numbers: the averages that are to be shown, and after which rows."""
+        """Take rows of numbers; return the averages to show, and the rows they belong to."""
         series = self._series("")
         shown = slice(-(series[0].count + 1) % self.every, None, self.every)
         columns = [one.scan(xs) for one, xs in zip(series, numbers.T, strict=True)]
         return np.concatenate(columns, axis=1)[shown], shown
 
     def _step(self, row: Row) -> list[float]:
-        """Take one row: the averages after it, or none if they are not to be shown."""
+        """Take one row; return the averages after it, or none if they are not shown."""
         series = self._series(row.key)
         for one, x in zip(series, row.numbers, strict=True):
             one.update(x)
@@ -378,7 +378,7 @@ class Session:
         return [average for one in series for average in one.values()]
 
     def _line(self, row: Row, averages: list[float]) -> str:
-        """A line of the output: averages, beside what is carried through."""
+        """A line of the output: the columns that pass through, and the averages."""
         texts = [NUMBER % average for average in averages]
         if self.output is Output.csv:
             return ",".join([self.source.csv_cells(row), *texts]) + "\n"
@@ -393,7 +393,7 @@ class Session:
         return [json.dumps(name, ensure_ascii=False) for name in self.source.averages]
 
     def _rows(self, block: bytes) -> list[Row]:
-        """The rows of a block, up to the first bad one if that is not to be skipped."""
+        """The rows of a block; without --skip-bad, up to the first bad one."""
         rows = []
         for line in decode(block).split("\n")[:-1]:
             self.lines += 1
@@ -417,7 +417,7 @@ class Session:
         return self.series[key]
 
     def _options(self) -> dict[str, Any]:
-        """What a state has to have been made with."""
+        """The options that a state must have been made with."""
         return {
             "rule": [plain(rule) for rule in dict.fromkeys(rule for rule, _ in self.reads)],
             "input": self.source.kind,
@@ -429,9 +429,9 @@ class Session:
 
     @np.errstate(all="ignore")
     def load(self, path: Path) -> None:
-        """Go on from a state, if there is one."""
+        """Resume from a state, if the file exists."""
         if not os.access(path.parent, os.W_OK):
-            fail(f"{path}: expected a folder to save the state in, got {path.parent}")
+            fail(f"{path}: expected a writable folder for the state, got {path.parent}")
         try:
             saved = json.loads(path.read_text())
             if {key: saved[key] for key in STATE} != STATE:
@@ -456,11 +456,11 @@ class Session:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             fail(
                 f"{path}: expected a state saved by tailavg stream, got: {error!r}; "
-                "move it away to begin anew"
+                "move the file away to start over"
             )
 
     def _restored(self, saved: list[dict[str, Any]]) -> Series:
-        """A series as it was saved; a ValueError or TypeError if it is not one."""
+        """A saved series; raise a ValueError or TypeError if it is not valid."""
         series = Series(self.reads, [TailAverage.from_state_dict(average) for average in saved])
         if not all(isinstance(average, float) for average in series.values()):
             raise ValueError(f"expected averages of numbers, got {series.averages}")

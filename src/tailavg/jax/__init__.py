@@ -1,4 +1,4 @@
-"""Tail averages for JAX: pure functions of a state that is a pytree; see `tail_average`.
+"""Tail averages for JAX: pure functions on a state that is a pytree. See `tail_average`.
 
 from tailavg.jax import tail_average
 

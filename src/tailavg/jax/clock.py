@@ -1,8 +1,8 @@
-"""The clock of `tailavg.core.clock`, with its fields traced.
+"""The clock of `tailavg.core.clock`, with traced fields.
 
-Windows and rules decide here as everywhere; only their arithmetic is another one. Steps are
-integers, of 32 bits without x64, and turns fall on the very sample where NumPy's do. All else is
-float32 without x64, so an exponential's weights come from its excess.
+Windows and rules decide as everywhere; only their arithmetic differs. Steps are integers, of 32
+bits without x64, and turns fall on the same samples as in NumPy. Everything else is float32 without
+x64, so the weights of an exponential are computed from its excess.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def _last() -> int:
 
 
 def _later(step: Array, n: int) -> Array:
-    """Steps stop at the last integer there is."""
+    """Add to a step; steps stop at the largest integer."""
     n = min(n, _last())
     return jnp.where(step > _last() - n, _last(), step + n)
 
 
 def _stretched(step: Array, ratio: int) -> Array:
-    """A long multiplication, in digits whose products an integer holds."""
+    """Long multiplication, in digits whose products fit an integer."""
     last = _last()
     if ratio >> BITS >= last:
         return jnp.where(step > 0, last, 0)
@@ -73,8 +73,8 @@ class _TracedGrowing(Growing):
     def size(self, t: Any) -> Any:
         """k_t, for traced steps.
 
-        XLA may multiply by 1 / q instead of dividing by q, and miss a whole number by the last
-        digit; single precision misses it by more.
+        XLA may multiply by 1 / q instead of dividing by q, and miss an integer by the last digit.
+        Single precision misses it by more.
         """
         over, under, exact = self.ratio
         k = jnp.asarray(over * t / under)
@@ -97,40 +97,40 @@ def traced(rule: Any) -> Any:
 
 
 class Step(NamedTuple):
-    """What is to be done when a sample comes: perhaps a fold, then it is added to the sum."""
+    """What to do with a sample: fold if due, then add the sample to the sum."""
 
     folds: Array
-    """Whether the sum is first folded into a mean, and begun anew."""
+    """Whether to fold the sum into a mean first, and start a new sum."""
     carries: Array
-    """Whether what that rounds off begins the next sum."""
+    """Whether the rounding error of the fold starts the new sum."""
     slot: Array | int
     """The place of the mean."""
     total: Array
-    """What the sum is divided by; this and the next two are those of `Store.fold`."""
+    """The divisor of the sum; this and the next two are the arguments of `Store.fold`."""
     weight: Array
-    """The weight of that in the joint mean. A weight of 1 forgets what was in the place."""
+    """The weight of the folded sum in the joint mean. A weight of 1 forgets the old mean."""
     carry: Array
-    """What is rounded off is multiplied by this in the next sum."""
+    """The factor of the rounding error in the new sum."""
     factor: Array | float
-    """What the sample is multiplied by in the sum."""
+    """The factor of the sample in the sum."""
 
 
 class TracedBlocks(NamedTuple):
     """The fields of a `tailavg.core.clock.BlockClock`."""
 
     folded: Array
-    """The step up to which the samples are in the means of blocks; later ones are in the sum."""
+    """The step up to which samples are in means; later ones are in the sum."""
     starts: Array
-    """How many samples came before each block, oldest first; those yet to come are empty ones."""
+    """How many samples came before each block, oldest first; unused blocks come first, at 0."""
     newest: Array
-    """The place of the newest block's mean; those of older ones are before it, in a ring."""
+    """The place of the newest mean; older means precede it, in a ring."""
 
     def serves(self, rule: AnytimeWindow | Exponential) -> bool:
-        """Whether this is a clock of such a rule."""
+        """Whether this clock belongs to such a rule."""
         return isinstance(rule, AnytimeWindow) and rule.accumulators == len(self.starts)
 
     def step(self, rule: AnytimeWindow, t: Array) -> tuple[Step, TracedBlocks]:
-        """What is to be done with the sample that follows step t, and the clock after that."""
+        """What to do with the sample after step t, and the clock after it."""
         starts = list(self.starts)
         closed = t >= rule.closes(starts)
         rest, size = t - self.folded, t - starts[-1]
@@ -154,9 +154,9 @@ class TracedBlocks(NamedTuple):
     def weights(self, t: Array, k: Array) -> tuple[Array, Array]:
         """The weights of the means, each in its place, and of the sum, at step t."""
         starts, places = list(self.starts), len(self.starts)
-        # what was given to `init` is in the sum, as if it were the one sample
+        # at step 0 the sum is the tree given to `init`, which counts as one sample
         ends = [*starts[1:], jnp.maximum(t, 1)]
-        # a product of two counts would overflow
+        # the product of two integer counts could overflow
         sizes = [(end - start).astype(k.dtype) for start, end in zip(starts, ends, strict=True)]
         weights = read(sizes, k)
         of_sum = weights[-1] / sizes[-1]
@@ -174,23 +174,23 @@ class TracedBlocks(NamedTuple):
 
 
 class TracedDecay(NamedTuple):
-    """The fields of a `tailavg.core.clock.DecayClock`, and what it looks up, accumulated."""
+    """The fields of a `tailavg.core.clock.DecayClock`, with running totals for its tables."""
 
     folded: Array
-    """The step up to which the samples are in the mean; later ones are in the sum."""
+    """The step up to which samples are in the mean; later ones are in the sum."""
     share: Array
-    """The weight of these later ones, all together."""
+    """The total weight of the samples in the sum."""
     total: Array
     """The sum of their factors."""
     decayed: Array
-    """The logarithm of G, for the last of them."""
+    """The logarithm of G at the last of them."""
 
     def serves(self, rule: AnytimeWindow | Exponential) -> bool:
-        """Whether this is a clock of such a rule."""
+        """Whether this clock belongs to such a rule."""
         return isinstance(rule, Exponential)
 
     def step(self, rule: Exponential, t: Array) -> tuple[Step, TracedDecay]:
-        """What is to be done with the sample that follows step t, and the clock after that."""
+        """What to do with the sample after step t, and the clock after it."""
         weight = jnp.asarray(rule.weight(t + 1))
         decayed = self.decayed + jnp.log1p(-weight)
         rest = t - self.folded
@@ -224,7 +224,7 @@ class TracedDecay(NamedTuple):
 
 
 def first_clock(rule: AnytimeWindow | Exponential) -> TracedBlocks | TracedDecay:
-    """The clock before the first sample: the tree given to `init` is all there is, in the sum."""
+    """The clock before the first sample: the sum is the tree given to `init`."""
     integer: Any = jnp.result_type(int)
     real: Any = jnp.result_type(float)
     if isinstance(rule, AnytimeWindow):
@@ -241,8 +241,8 @@ def first_clock(rule: AnytimeWindow | Exponential) -> TracedBlocks | TracedDecay
     )
 
 
-def restored(clock: core.FoldingClock) -> dict[str, Any]:
-    """The fields that a traced clock has where this one stands; `newest` is the last place."""
+def restored(clock: core.Clock) -> dict[str, Any]:
+    """The fields of a traced clock at the same step; its `newest` is the last place."""
     if not isinstance(clock, core.DecayClock):
         return {"folded": clock.folded, "starts": clock.blocks}
     of_mean, of_sum = clock.weights()

@@ -1,11 +1,11 @@
-"""The averages of pytrees, as pure functions.
+"""Averages of pytrees, as pure functions.
 
-The arrays are touched once a step: a sample is added to a sum. Every few hundred steps, or when a
-block is closed, the sum is folded into the mean of its block.
+Each step touches the arrays once, to add a sample to the sum. Every few hundred steps, and when a
+block closes, the sum is folded into the mean of its block.
 
-XLA does that without a copy of the parameters because of how it is written. A conditional changes
-either the sums or the means, never both, and hands out a flag; the next one, which changes what the
-one before has read, depends on that flag. So XLA knows that it can work in place.
+The code is written so that XLA does this in place, without copying parameters. Each conditional
+changes either the sums or the means, never both, and returns a flag. The next conditional changes
+what the last one read, and depends on its flag, so XLA knows that the reading is over.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 from jax import Array, lax
 
 from tailavg.core import state as layout
-from tailavg.core.clock import folding_clock_for
+from tailavg.core.clock import clock_for
 from tailavg.core.profile import Profile, dense_weights, profile
 from tailavg.core.rules import AnytimeWindow, Exponential, Rule, as_rule
 from tailavg.core.windows import AnyWindow, Reals
@@ -36,20 +36,20 @@ class TreeState(NamedTuple):
     """A tail average of a pytree, after some step."""
 
     updates: Array
-    """The number of them so far, t."""
+    """The number of updates so far, t."""
     size: Array
     """The size of the window, k_t."""
     clock: TracedBlocks | TracedDecay
     """Which samples are where."""
     sums: Tree
-    """The samples that are in no mean yet, summed; what is not averaged, as it came last."""
+    """The sum of the samples in no mean yet; leaves that are not averaged, as last seen."""
     means: Tree
-    """The means of blocks, stacked along a first axis; None for what is not averaged."""
+    """The means of blocks, stacked along a first axis; None for leaves that are not averaged."""
 
 
 @dataclass(frozen=True)
 class TreeAverage:
-    """The pure functions of a tail average; made by `tail_average`."""
+    """The pure functions of a tail average, made by `tail_average`."""
 
     rule: AnytimeWindow | Exponential
     dtype: np.dtype[Any]
@@ -57,13 +57,13 @@ class TreeAverage:
     def init(self, tree: Tree) -> TreeState:
         """The state before the first update, whose value is the tree itself.
 
-        Floating and complex leaves will be averaged, others are carried as they come.
-        Accumulators are sharded as their leaves.
+        Floating and complex leaves will be averaged; others are passed through. Accumulators are
+        sharded like their leaves.
         """
         if self.dtype == np.float64 and jnp.result_type(float) != np.float64:
             raise ValueError(
-                f"dtype: expected float32, since x64 is off, got {self.dtype}; to turn it on, "
-                'jax.config.update("jax_enable_x64", True) before anything else'
+                f"dtype: expected float32, since x64 is off, got {self.dtype}; to turn x64 on, "
+                'call jax.config.update("jax_enable_x64", True) before anything else'
             )
         clock, places = first_clock(self.rule), self.rule.accumulators
         sums = jax.tree.map(self._accumulator, tree)
@@ -72,7 +72,7 @@ class TreeAverage:
             size=jnp.asarray(self.rule.size(1), jnp.result_type(float)),
             clock=clock,
             sums=sums,
-            # not of zeros, which would not be sharded as the tree is
+            # not zeros, which would not be sharded like the tree
             means=jax.tree.map(
                 lambda x: jnp.broadcast_to(x, (places, *x.shape)) if _averaged(x) else None, sums
             ),
@@ -85,10 +85,10 @@ class TreeAverage:
         wide = jnp.complex64 if jnp.iscomplexobj(leaf) else self.dtype
         return jnp.array(leaf, jnp.promote_types(self.dtype, wide), copy=True)
 
-    # jitted here, since outside of jax.jit conditionals would be compiled at each call
+    # jitted here, since outside jax.jit each call would compile the conditionals
     @functools.partial(jax.jit, static_argnames="self", inline=True)
     def update(self, state: TreeState, tree: Tree) -> TreeState:
-        """The state after one more tree, of the structure and shapes of that given to `init`.
+        """The state after one more tree, with the structure and shapes of the one given to `init`.
 
         Inside `jax.jit`, with the old state donated, no array is copied.
         """
@@ -97,13 +97,13 @@ class TreeAverage:
         if not clock.serves(self.rule):
             raise ValueError(
                 f"state: expected one of {self.rule}, got a {type(clock).__name__} of another rule "
-                "or number of accumulators; update it with the average whose init made it"
+                "or number of accumulators; use the average whose init made it"
             )
         rule = traced(self.rule)
         step, clock = clock.step(rule, state.updates)
         averaged = [i for i, mean in enumerate(means) if mean is not None]
         held, totals = _fold(step, [means[i] for i in averaged], [sums[i] for i in averaged])
-        new = list(leaves)  # what is not averaged stays as it came
+        new = list(leaves)  # leaves that are not averaged pass through
         for i, mean, total in zip(averaged, held, totals, strict=True):
             means[i], new[i] = mean, total + _times(step.factor, _widened(leaves[i], total))
         updates = state.updates + 1
@@ -124,7 +124,7 @@ class TreeAverage:
         return state.updates
 
     def size(self, state: TreeState) -> Array:
-        """The size of the window, k_t: what was asked for. `profile` has what was got."""
+        """The size of the window, k_t. `profile` has the effective size."""
         return state.size
 
     def weights(self, state: TreeState) -> Reals:
@@ -163,8 +163,9 @@ class TreeAverage:
     def state_dict(self, state: TreeState) -> dict[str, Any]:
         """The state in the layout of `tailavg.core.state`, for any framework. Not inside `jax.jit`.
 
-        Leaves are named by their paths, as "layer.weight"; what is not averaged is left out. To
-        stop and resume within JAX, save the state itself, a pytree: that is exact to the bit.
+        Leaves are named by their paths, such as "layer.weight". Leaves that are not averaged are
+        left out. To stop and resume within JAX, save the state itself, a pytree: the resumed run is
+        then the same to the bit.
         """
         count, folded = int(state.updates), int(state.clock.folded)
         starts, places = state.clock.blocks(count)
@@ -187,23 +188,29 @@ class TreeAverage:
         )
 
     def from_state_dict(self, saved: Mapping[str, Any], tree: Tree) -> TreeState:
-        """The state to go on from what any framework saved in the layout of `tailavg.core.state`.
+        """The state that resumes what any framework saved in the layout of `tailavg.core.state`.
 
         Not inside `jax.jit`.
 
-        Arguments:
-            saved: Its arrays go to the leaves of the same names; one array without a name, or a
-                tree that is a bare array, needs none.
-            tree: As for `init`: it has the structure, the shardings, and what is not averaged.
+        Args:
+            saved: A state. Its arrays go to the leaves of the same names; a single array without a
+                name, or a tree that is a bare array, needs none.
+            tree: As for `init`: it gives the structure, the shardings, and the leaves that are not
+                averaged.
+
+        Raises:
+            ValueError: If the rule, names or shapes differ, or the count needs x64.
         """
         layout.check(saved)
         layout.check_nan_policy(saved)
         rule = layout.rule_from(saved["rule"])
         if rule != self.rule:
-            raise ValueError(f"state: expected {self.rule}, got one of {rule}; make the average so")
+            raise ValueError(
+                f"state: expected {self.rule}, got {rule}; create the average with that rule"
+            )
         count, starts, folded = saved["count"], list(saved["starts"]), saved["folded"]
         layout.check_steps(count, starts, folded)
-        clock = folding_clock_for(self.rule)
+        clock = clock_for(self.rule)
         clock.restore(count, starts, folded)
         state = self.init(tree)
         most = np.iinfo(state.updates.dtype).max
@@ -212,7 +219,7 @@ class TreeAverage:
                 f"state: expected a count of at most {most}, since x64 is off, got {count}"
             )
         if not count and not isinstance(saved["partial"], Mapping):
-            return state  # an average of nothing yet, which knows no shape
+            return state  # an average without samples knows no shape
         shapes = {name: mean.shape[1:] for name, mean in _named(state.means).items()}
         blocks, partial = layout.by_name(saved, shapes)
         if not count:
@@ -225,7 +232,7 @@ class TreeAverage:
             if not np.can_cast(array.dtype, like.dtype, "same_kind"):
                 raise ValueError(f"state: expected {like.dtype}, got {array.dtype}")
             made = jnp.asarray(array.astype(like.dtype))
-            # what is not committed may go to any device
+            # uncommitted arrays may go to any device
             placed: Array = jax.device_put(made, like.sharding) if like.committed else made
             return placed
 
@@ -248,9 +255,9 @@ class TreeAverage:
 def tail_average(rule: AnyWindow | Rule, *, dtype: Any = jnp.float32) -> TreeAverage:
     """The tail average of pytrees: `init`, `update`, `value`, `size` and `profile`, all pure.
 
-    Arguments:
-        rule: An `AnytimeWindow`, an `Exponential`, or a window or number that stands for the first.
-        dtype: That of the accumulators: `jnp.float32` or `jnp.float64`.
+    Args:
+        rule: An `AnytimeWindow` or an `Exponential`; a window or a number means an `AnytimeWindow`.
+        dtype: The dtype of the accumulators: `jnp.float32` or `jnp.float64`.
 
     Examples:
         >>> average = tail_average(100)
@@ -277,12 +284,12 @@ def tail_average(rule: AnyWindow | Rule, *, dtype: Any = jnp.float32) -> TreeAve
 def value(state: TreeState, like: Tree = None) -> Tree:
     """The average, as a new tree; before the first update, the tree given to `init`.
 
-    It needs no rule: the state has all that it takes.
+    It needs no rule: the state is enough.
 
-    Arguments:
+    Args:
         state: The state.
-        like: A tree with the dtypes that are wanted, such as the parameters; if there is none,
-            those of the accumulators.
+        like: A tree with the dtypes of the result, such as the parameters; by default the result
+            has the dtypes of the accumulators.
     """
     wanted, sums, means, structure = _aligned(state.sums if like is None else like, state, "like")
     of_means, of_sum = state.clock.weights(state.updates, state.size)
@@ -291,7 +298,7 @@ def value(state: TreeState, like: Tree = None) -> Tree:
         if means is None:
             return jnp.copy(total)
         parts = [(of_sum, total), *((of_means[place], means[place]) for place in range(len(means)))]
-        # what has no weight may be a NaN
+        # a part without weight may be NaN
         terms = [jnp.where(weight > 0, _times(weight, part), 0) for weight, part in parts]
         return jnp.asarray(sum(terms)).astype(like.dtype)
 
@@ -299,12 +306,11 @@ def value(state: TreeState, like: Tree = None) -> Tree:
 
 
 def _fold(step: Step, means: list[Array], sums: list[Array]) -> tuple[list[Array], list[Array]]:
-    """Fold the sums, if that is due, into the means in their place; and the sums to go on with.
+    """Fold the sums into the means, if due; return the means and the new sums.
 
-    As `tailavg.numpy.arithmetic.joined`: what is rounded off begins the next sum. XLA works in
-    place only if what is changed is read in its own shape, and a slice with its first axis.
+    As in `tailavg.numpy.arithmetic.joined`, the rounding error starts the new sum. XLA works in
+    place only if an array that changes is read in its own shape, and a slice with its first axis.
     """
-
     scale, weight = 1.0 / step.total, step.weight
 
     def held(means: Array) -> Array:
@@ -312,7 +318,7 @@ def _fold(step: Step, means: list[Array], sums: list[Array]) -> tuple[list[Array
         return mean
 
     def difference(mean: Array, own: Array) -> Array:
-        # there is none of infinities
+        # inf - inf is NaN
         return _times(weight, own - jnp.where(jnp.isfinite(mean), mean, 0))
 
     def change(total: Array, means: Array) -> Array:
@@ -320,7 +326,7 @@ def _fold(step: Step, means: list[Array], sums: list[Array]) -> tuple[list[Array
 
     def joint(means: Array, total: Array) -> Array:
         mean, own = held(means), _times(scale, total[None])
-        # if it carries, the sum is that change already
+        # if the step carries, the sum already holds the change
         made = jnp.where(step.carries, total[None], difference(mean, own))
         mean = jnp.where(weight < 1.0, mean + made, own)
         updated: Array = lax.dynamic_update_slice_in_dim(means, mean, step.slot, 0)
@@ -328,10 +334,10 @@ def _fold(step: Step, means: list[Array], sums: list[Array]) -> tuple[list[Array
 
     def lost(change: Array, means: Array) -> Array:
         mean = held(means)[0]
-        rest = change - (mean - (mean - change))  # the last is the mean as it was
+        rest = change - (mean - (mean - change))  # the inner difference is the old mean
         return jnp.where(jnp.isfinite(rest), _times(step.carry, rest), 0)
 
-    # a sum becomes the change of its mean; the mean is changed; the sum becomes what that lost
+    # each sum becomes the change of its mean, the mean changes, the sum becomes the rounding error
     sums, changed = _changed(step.carries, change, sums, means)
     means, joined = _changed(step.folds | changed, joint, means, sums)
     sums, carried = _changed(step.carries & joined, lost, sums, means)
@@ -345,9 +351,9 @@ def _changed(
     arrays: list[Array],
     others: list[Array],
 ) -> tuple[list[Array], Array]:
-    """The arrays, if the flag is set, as a function of both; and the flag, known only after that.
+    """If the flag is set, apply a function to arrays and others; return the arrays and the flag.
 
-    Who waits for that flag may change the others in their place.
+    The returned flag is known only afterwards: code that waits for it may change `others` in place.
     """
     changed: tuple[list[Array], Array] = lax.cond(
         flag,
@@ -362,7 +368,7 @@ def _changed(
 def _widened(leaf: Array, total: Array) -> Array:
     """A leaf in the dtype of its sum.
 
-    Rounded as its own dtype is, which XLA may leave out if the leaf was made in the same program.
+    It is rounded to its own dtype first, which XLA may skip if the same program made the leaf.
     """
     wide = leaf.astype(total.dtype)
     if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < wide.dtype.itemsize:
@@ -372,7 +378,7 @@ def _widened(leaf: Array, total: Array) -> Array:
 
 
 def _times(factor: Any, array: Array) -> Array:
-    """The product, in the precision of the array."""
+    """The product, in the array's precision."""
     return array * jnp.asarray(factor, array.real.dtype)
 
 
@@ -383,7 +389,7 @@ def _averaged(leaf: Any) -> bool:
 def _aligned(
     tree: Tree, state: TreeState, what: str = "tree"
 ) -> tuple[list[Array], list[Any], list[Any], Any]:
-    """The leaves of a tree, those of the sums and of the means, and the structure of all."""
+    """The leaves of the tree, of the sums and of the means, and their common structure."""
     structure: Any = jax.tree.structure(state.sums)
     got: Any = jax.tree.structure(tree)
     if structure != got:
@@ -417,5 +423,5 @@ def _named(tree: Tree) -> dict[str, Array]:
     leaves = jax.tree.leaves_with_path(tree)
     named = {_name(path): leaf for path, leaf in leaves}
     if len(named) < len(leaves):
-        raise ValueError("tree: expected leaves of different names, got one name for two")
+        raise ValueError("tree: expected a different name for each leaf, got one name for two")
     return named

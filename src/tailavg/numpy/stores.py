@@ -8,14 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tailavg.core.clock import (
-    SUM,
-    BlockClock,
-    DecayClock,
-    FoldingClock,
-    SampleClock,
-    Store,
-)
+from tailavg.core.clock import SUM, BlockClock, DecayClock, SampleClock, Store
 from tailavg.core.equation import root
 from tailavg.core.rules import AnyTail, window_of
 from tailavg.core.windows import AnyWindow
@@ -23,7 +16,7 @@ from tailavg.numpy import scan as scans
 from tailavg.numpy.arithmetic import Array, aligned_zeros, joined, sum_rows, wide
 from tailavg.numpy.average import TailAverage, Windows, numbers
 
-__all__ = ["Arrays", "Blocks", "Decaying", "Numbers", "Samples", "Stored"]
+__all__ = ["Arrays", "DecayingArrays", "DecayingNumbers", "Numbers", "Samples", "Stored"]
 
 _add, _multiply, _ndarray = np.add, np.multiply, np.ndarray  # a look-up less in each update
 
@@ -53,26 +46,17 @@ class Stored(TailAverage):
             self._add_rows(rows)
 
     def scan(self, xs: Any, window: Windows = None) -> Array:
-        samples = numbers(xs, "samples")
-        rows, kept = self._checked_rows(samples)
+        rows, kept = self._checked_rows(numbers(xs, "samples"))
         windows = self._checked_windows(window, len(rows))
-        several = isinstance(window, list | tuple)
         before = [self.value(one) if self._count else np.nan for one in windows]
         out: Array = np.empty((len(windows), len(rows), rows.shape[1]), self._dtype)
         if len(rows):
             self._scan_rows(rows, windows, out)
         every = out.reshape(len(windows), len(rows), *(self._shape or ()))
         if kept is not None:  # a sample that is left out leaves the average as it was
-            latest = np.cumsum(kept) - 1
-            every = np.array(
-                [
-                    averages[latest] if len(rows) else np.broadcast_to(value, samples.shape)
-                    for averages, value in zip(every, before, strict=True)
-                ]
-            )
-            for averages, value in zip(every, before, strict=True):
-                averages[latest < 0] = value
-        return every if several else every[0]
+            first = np.reshape(before, (len(windows), 1, *(self._shape or ()))).astype(self._dtype)
+            every = np.concatenate([first, every], axis=1)[:, np.cumsum(kept)]
+        return every if isinstance(window, list | tuple) else every[0]
 
     @abstractmethod
     def _make_room(self) -> None:
@@ -100,12 +84,12 @@ class Stored(TailAverage):
 
 
 class Folding(Stored, Store):
-    """A sum and a mean for each block, of which a clock decides."""
+    """A sum, and a mean for each of the clock's blocks: 0.0 where nothing is folded."""
 
     __slots__ = ()
 
-    _clock: FoldingClock
-    _means: list[Any]  # as the clock's blocks; 0.0 where nothing is folded
+    _clock: Any  # a BlockClock or a DecayClock
+    _means: list[Any]
     _sum: Any
     _until: int  # the step before which a sample needs nothing but an addition
     _split: tuple[Any, ...]  # how numbers are read; see `Numbers`
@@ -119,6 +103,7 @@ class Folding(Stored, Store):
 
     def _make_room(self) -> None:
         self._means = [0.0] * len(self._clock.blocks)
+        self._scratch = None
         self._schedule()
 
     def _schedule(self) -> None:
@@ -153,14 +138,13 @@ class Folding(Stored, Store):
         self._set_sum(0.0)
 
     def _average(self, window: AnyWindow | None) -> Any:
-        terms = self._now.terms(window)
-        return self._combined(
-            [(weight, self._sum if block == SUM else self._means[block]) for weight, block in terms]
-        )
+        value: Any = np.zeros(self._shape, self._dtype) if self._shape else 0.0
+        for weight, block in self._now.terms(window):
+            value += weight * (self._sum if block == SUM else self._means[block])
+        return value
 
     def state_dict(self) -> dict[str, Any]:
-        clock = self._now
-        shape = self._shape or ()
+        clock, shape = self._now, self._shape or ()
         held = self._means[len(self._means) - len(clock.starts) :]
         blocks = np.array([np.broadcast_to(mean, shape) for mean in held], self._dtype)
         partial = np.array(np.broadcast_to(self._sum, shape), self._dtype)
@@ -180,10 +164,6 @@ class Folding(Stored, Store):
         """Add a sample, times a factor, to the sum."""
 
     @abstractmethod
-    def _combined(self, parts: list[tuple[float, Any]]) -> Any:
-        """The sum of weights times means."""
-
-    @abstractmethod
     def _shaped(self, row: Array) -> Any:
         """The row of a matrix as a number, or as an array of the samples' shape."""
 
@@ -195,107 +175,40 @@ class Folding(Stored, Store):
     def _set_sum(self, total: Any) -> None:
         """Overwrite the sum (a sum that was multiplied by 0 would keep a NaN)."""
 
-
-class _Numbers(Folding):
-    """Held as Python numbers."""
-
-    __slots__ = ()
-
-    def _make_room(self) -> None:
-        super()._make_room()
-        self._sum = 0.0
-
-    def _schedule(self) -> None:
-        super()._schedule()
-        if self._dtype.kind == "c":  # a float is to be converted
-            self._until = -1
-
-    def _accumulate(self, sample: Array, factor: float) -> None:
-        self._sum += self._dtype.type(sample).item() * factor
-
-    def _combined(self, parts: list[tuple[float, Any]]) -> Any:
-        return sum(weight * mean for weight, mean in parts)
-
-    def _shaped(self, row: Array) -> Any:
-        return row.item()
-
-    def _as_mean(self, mean: Any) -> Any:
-        return mean
-
-    def _set_sum(self, total: Any) -> None:
-        self._sum = total
-
-
-class _Arrays(Folding):
-    """Held as arrays, to which samples are added in place."""
-
-    __slots__ = ()
-
-    def _make_room(self) -> None:
-        super()._make_room()
-        self._sum = aligned_zeros(self._shape or (), self._dtype)
-        self._scratch = None
-
-    def _accumulate(self, sample: Array, factor: float) -> None:
-        if factor == 1.0:
-            _add(self._sum, sample, self._sum, casting="same_kind")
-        else:
-            scaled = np.multiply(sample, factor, dtype=self._dtype, casting="same_kind")
-            _add(self._sum, scaled, self._sum)
-
-    def _combined(self, parts: list[tuple[float, Any]]) -> Any:
-        value = np.zeros(self._shape or (), self._dtype)
-        for weight, mean in parts:
-            value += weight * mean
-        return value
-
-    def _shaped(self, row: Array) -> Any:
-        return row.reshape(self._shape or ())
-
-    def _as_mean(self, mean: Any) -> Any:
-        return np.asarray(mean, self._dtype)
-
-    def _set_sum(self, total: Any) -> None:
-        self._sum[...] = total
-
-
-class Blocks(Folding):
-    """The averages of blocks, many samples at a time."""
-
-    __slots__ = ()
-
-    _clock: BlockClock
+    # Many samples at a time.
 
     def _add_rows(self, rows: Array) -> None:
         self._prepare()
-        clock: BlockClock = self._clock
-        if isinstance(clock.rule, AnyTail):
+        if isinstance(self._clock, DecayClock):
+            self._walk(rows, None)
+        elif isinstance(self._clock.rule, AnyTail):
             done = 0
             while done < len(rows):
-                run = self._run(rows[done:])
-                self._take(run)
-                done += len(run)
+                done += self._take(self._run(rows[done:]))
+        else:
+            self._skip(rows)
+
+    def _scan_rows(self, rows: Array, windows: list[AnyWindow | None], out: Array) -> None:
+        if isinstance(self._clock, DecayClock):
+            self._walk(rows, out[0])
             return
-        # samples of blocks that will be given up are not looked at
-        before, folded, opened = clock.count, clock.folded, clock.blocks[-1]
-        held = dict(zip(clock.blocks, self._means, strict=True))
-        clock.advance(before + len(rows))
-        means = []
-        for start, end in pairwise([*clock.blocks, clock.count]):
-            mean = held.get(start, 0.0) if start < end else 0.0
-            if end > before:
-                total = self._shaped(
-                    sum_rows(rows[max(0, start - before) : end - before], self._dtype)
-                )
-                rest = end - start
-                if start == opened:
-                    total, rest = total + self._sum, end - folded
-                if end < clock.count:
-                    joint, _ = joined(mean, total, rest, rest / (end - start), end - start)
-                    mean = self._as_mean(joint)
-            means.append(mean)
-        self._means = means
-        self._settle(total)
+        done = 0
+        while (done := done + self._scan_alike(rows[done:], out[0, done:])) < len(rows):
+            run = self._run(rows[done:])
+            for window, averages in zip(windows, out[:, done : done + len(run)], strict=True):
+                scans.open_block(self._clock, self._means, self._sum, run, window, averages)
+            done += self._take(run)
+
+    def _run(self, rows: Array) -> Array:
+        """The first of these rows, those that go into the open block."""
+        self._prepare()
+        return rows[: self._clock.closes - self._count]
+
+    def _take(self, run: Array) -> int:
+        """Take samples that go into the open block; how many they are."""
+        self._clock.count += len(run)
+        self._settle(self._sum + self._shaped(sum_rows(run, self._dtype)))
+        return len(run)
 
     def _settle(self, total: Any) -> None:
         """Hold this sum of the samples that are not folded, which are perhaps many."""
@@ -305,25 +218,25 @@ class Blocks(Folding):
         self._set_sum(total)
         self._schedule()
 
-    def _run(self, rows: Array) -> Array:
-        """The first of these rows, those that go into the open block."""
-        self._prepare()
-        return rows[: self._clock.closes - self._count]
-
-    def _take(self, run: Array) -> None:
-        """Take samples that go into the open block."""
-        total = self._sum + self._shaped(sum_rows(run, self._dtype))
-        self._clock.count += len(run)
+    def _skip(self, rows: Array) -> None:
+        """Take samples, but look only at those whose blocks will not be given up."""
+        clock = self._clock
+        before, folded, opened = clock.count, clock.folded, clock.blocks[-1]
+        held = dict(zip(clock.blocks, self._means, strict=True))
+        clock.advance(before + len(rows))
+        self._means, total = [], 0.0
+        for start, end in pairwise([*clock.blocks, clock.count]):
+            mean: Any = held.get(start, 0.0) if start < end else 0.0
+            if end > before:
+                fresh = sum_rows(rows[max(0, start - before) : end - before], self._dtype)
+                total, rest = self._shaped(fresh), end - start
+                if start == opened:
+                    total, rest = total + self._sum, end - folded
+                if end < clock.count:
+                    joint, _ = joined(mean, total, rest, rest / (end - start), end - start)
+                    mean = self._as_mean(joint)
+            self._means.append(mean)
         self._settle(total)
-
-    def _scan_rows(self, rows: Array, windows: list[AnyWindow | None], out: Array) -> None:
-        done = 0
-        while (done := done + self._scan_alike(rows[done:], out[0, done:])) < len(rows):
-            run = self._run(rows[done:])
-            for window, averages in zip(windows, out[:, done : done + len(run)], strict=True):
-                scans.open_block(self._clock, self._means, self._sum, run, window, averages)
-            self._take(run)
-            done += len(run)
 
     def _scan_alike(self, rows: Array, out: Array) -> int:
         """Scan whole blocks at once, if that is possible from here on; the number of rows done."""
@@ -341,21 +254,8 @@ class Blocks(Folding):
         self._schedule()
         return done
 
-
-class Decaying(Folding):
-    """Exponential averages, many samples at a time."""
-
-    __slots__ = ()
-
-    _clock: DecayClock
-
-    def _add_rows(self, rows: Array) -> None:
-        self._walk(rows, None)
-
-    def _scan_rows(self, rows: Array, windows: list[AnyWindow | None], out: Array) -> None:
-        self._walk(rows, out[0])
-
     def _walk(self, rows: Array, out: Array | None) -> None:
+        """Take samples into an exponential average, and write the average after each if asked."""
         mean = np.reshape(self._average(None), -1).astype(wide(self._dtype))
         mean = scans.decaying(self._clock.rule, self._count, mean, rows, out)
         count = self._count + len(rows)
@@ -365,10 +265,31 @@ class Decaying(Folding):
         self._schedule()
 
 
-class Numbers(_Numbers, Blocks, clock=BlockClock, numbers=True):
-    """Blocks of numbers."""
+class Numbers(Folding, clock=BlockClock, numbers=True):
+    """Python numbers, in blocks."""
 
     __slots__ = ()
+
+    def _make_room(self) -> None:
+        super()._make_room()
+        self._sum = 0.0
+
+    def _schedule(self) -> None:
+        super()._schedule()
+        if self._dtype.kind == "c":  # a float is to be converted
+            self._until = -1
+
+    def _accumulate(self, sample: Array, factor: float) -> None:
+        self._sum += self._dtype.type(sample).item() * factor
+
+    def _shaped(self, row: Array) -> Any:
+        return row.item()
+
+    def _as_mean(self, mean: Any) -> Any:
+        return mean
+
+    def _set_sum(self, total: Any) -> None:
+        self._sum = total
 
     def update(self, x: Any) -> None:
         t = self._count
@@ -391,12 +312,10 @@ class Numbers(_Numbers, Blocks, clock=BlockClock, numbers=True):
     def value(self, window: AnyWindow | None = None) -> Any:
         t = self._count
         split = self._split
-        if t >= split[0]:
-            if isinstance(self._clock.rule, AnyTail) or window is not None:
+        if t >= split[0] or window is not None:
+            if window is not None or isinstance(self._clock.rule, AnyTail):
                 return self._average(window)
             self._split = split = self._look()
-        elif window is not None:
-            return self._average(window)  # which raises
         _, size, old, old_mean, since, folded, folded_mean = split
         newer = t - since
         excess = newer + old - size(t)
@@ -410,35 +329,23 @@ class Numbers(_Numbers, Blocks, clock=BlockClock, numbers=True):
         step, of which some are folded (how many, and their mean).
         """
         clock = self._now
-        oldest, since, until = clock.split(clock.rule.window)
+        window = clock.rule.window
+        oldest, since, until = clock.split(window)
         old, old_mean = 0, 0.0
         if oldest >= 0:
             old, old_mean = since - clock.blocks[oldest], self._means[oldest]
-        folded, folded_mean = scans.newer_part(clock, self._means, oldest)
-        return until, clock.rule.window.size, old, old_mean, since, folded, folded_mean
+        return (
+            until,
+            window.size,
+            old,
+            old_mean,
+            since,
+            *scans.newer_part(clock, self._means, oldest),
+        )
 
 
-class Arrays(_Arrays, Blocks, clock=BlockClock):
-    """Blocks of arrays."""
-
-    __slots__ = ()
-
-    def update(self, x: Any) -> None:
-        t = self._count
-        if (
-            t < self._until
-            and x.__class__ is _ndarray
-            and x.shape == self._shape
-            and x.dtype is self._dtype
-        ):
-            _add(self._sum, x, self._sum)
-            self._count = t + 1
-            return
-        Stored.update(self, x)
-
-
-class DecayingNumbers(_Numbers, Decaying, clock=DecayClock, numbers=True):
-    """Exponential averages of numbers."""
+class DecayingNumbers(Numbers, clock=DecayClock, numbers=True):
+    """Python numbers, in an exponential average."""
 
     __slots__ = ()
 
@@ -464,8 +371,48 @@ class DecayingNumbers(_Numbers, Decaying, clock=DecayClock, numbers=True):
         return value + kept * self._means[0] if kept else value  # 0 times a NaN would be a NaN
 
 
-class DecayingArrays(_Arrays, Decaying, clock=DecayClock):
-    """Exponential averages of arrays."""
+class Arrays(Folding, clock=BlockClock):
+    """Arrays, in blocks; a sample is added in place."""
+
+    __slots__ = ()
+
+    def _make_room(self) -> None:
+        super()._make_room()
+        self._sum = aligned_zeros(self._shape or (), self._dtype)
+
+    def _accumulate(self, sample: Array, factor: float) -> None:
+        if factor != 1.0:
+            sample = _multiply(sample, factor, dtype=self._dtype, casting="same_kind")
+        _add(self._sum, sample, self._sum, casting="same_kind")
+
+    def _shaped(self, row: Array) -> Any:
+        return row.reshape(self._shape or ())
+
+    def _as_mean(self, mean: Any) -> Any:
+        return np.asarray(mean, self._dtype)
+
+    def _set_sum(self, total: Any) -> None:
+        self._sum[...] = total
+
+    def _average(self, window: AnyWindow | None) -> Any:
+        return np.asarray(super()._average(window), self._dtype)
+
+    def update(self, x: Any) -> None:
+        t = self._count
+        if (
+            t < self._until
+            and x.__class__ is _ndarray
+            and x.shape == self._shape
+            and x.dtype is self._dtype
+        ):
+            _add(self._sum, x, self._sum)
+            self._count = t + 1
+            return
+        Stored.update(self, x)
+
+
+class DecayingArrays(Arrays, clock=DecayClock):
+    """Arrays, in an exponential average."""
 
     __slots__ = ()
 
@@ -509,8 +456,7 @@ class Samples(Stored):
     def _kept(self) -> Array:
         """The samples that are averaged."""
         self._clock.count = self._count
-        buffer: Array = self._buffer[self._end - self._clock.kept : self._end]
-        return buffer
+        return self._buffer[self._end - self._clock.kept : self._end]
 
     def _add(self, sample: Array) -> None:
         self._add_rows(sample.reshape(1, sample.size))
@@ -528,25 +474,23 @@ class Samples(Stored):
 
     def _average(self, window: AnyWindow | None) -> Any:
         window_of(self.rule, window, self._count)
-        held = self._kept
-        return (
-            (sum_rows(held, self._dtype) / len(held)).astype(self._dtype).reshape(self._shape or ())
-        )
+        mean = sum_rows(self._kept, self._dtype) / self._clock.kept
+        return mean.astype(self._dtype).reshape(self._shape or ())
 
     def _scan_rows(self, rows: Array, windows: list[AnyWindow | None], out: Array) -> None:
         scans.exact(self._clock, self._kept, rows, out[0])
         self._add_rows(rows)
 
     def state_dict(self) -> dict[str, Any]:
-        held = self._kept.reshape(-1, *(self._shape or ()))
+        held = self._kept.reshape(len(self._kept), *(self._shape or ()))
         if self._shape is None:
             return self._state(held.tolist(), self._count, 0.0)
         return self._state(held.copy(), self._count, np.zeros(self._shape, self._dtype))
 
     def _restore(self, blocks: Array, partial: Array) -> None:
         if partial.any():
-            raise ValueError("state: partial: expected nothing to fold beside the samples kept")
-        self._hold(blocks.reshape(len(blocks), int(np.prod(self._shape or ()))), 0)
+            raise ValueError("state: partial: expected nothing beside the samples, got a sum")
+        self._hold(blocks.reshape(len(blocks), partial.size), 0)
 
 
 TailAverage._stores |= {(SampleClock, False): Samples, (SampleClock, True): Samples}

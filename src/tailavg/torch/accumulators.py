@@ -1,7 +1,7 @@
-"""The storage of averages of many tensors: one sum and a few means of each, in flat memory.
+"""The store for many tensors: one sum and a few means of each, in flat memory.
 
-Tensors of one dtype and device stand side by side in flat tensors, so that folds and turns are a
-few operations whatever the number of tensors; only a sample meets the tensors one by one.
+Tensors of one dtype and device lie side by side in flat tensors, so folds and turns take a few
+operations however many tensors there are. Only adding a sample visits them one by one.
 """
 
 from __future__ import annotations
@@ -15,24 +15,22 @@ import torch
 from torch import Tensor
 
 from tailavg.core import state as layout
-from tailavg.core.clock import SUM, Store, folding_clock_for
-from tailavg.core.rules import Rule
+from tailavg.core.clock import SUM, Store, clock_for
+from tailavg.core.rules import ExactWindow, Rule
 from tailavg.torch.memory import empty
 from tailavg.torch.tracking import Tracking, check_names, local, sharded_like
 
 __all__ = ["Accumulators"]
 
 _LINE = 16  # elements: tensors start on a cache line
-_SMALL = (
-    8192  # elements: below this a call costs more than the addition, so they are added together
-)
-_BATCH = 32767  # elements: up to here torch.cat is one loop
-_PART = 1 << 20  # elements that are read at a time: they stay in the shared cache
+_SMALL = 8192  # elements: smaller tensors are added together, since a call costs more than they do
+_BATCH = 32767  # elements: up to this size torch.cat is one loop
+_PART = 1 << 20  # elements read at a time: they stay in the shared cache
 _PART_ELSEWHERE = 1 << 22  # on an accelerator, where a call costs more
 
 
 class _Piece(NamedTuple):
-    """Where a tensor stands in the flat ones, in which order of its elements."""
+    """Where a tensor lies in the flat tensors, and in which order of elements."""
 
     start: int
     stop: int
@@ -51,25 +49,25 @@ class _Piece(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """How tensors are added to the sum; of each pair, the first is a part of the sum."""
+    """How to add tensors to the sum. The first of each pair is a part of the sum."""
 
     alike: tuple[list[Tensor], list[Tensor]]
-    """Same dtype, device and order of elements: all at once."""
+    """Same dtype, device and order of elements: added all at once."""
     unlike: tuple[list[Tensor], list[Tensor]]
     """Another dtype or order."""
     gathered: list[tuple[Tensor, Tensor, list[Tensor]]]
-    """So small that many are gathered in the stage first: sum, stage, tensors."""
+    """Small tensors, gathered in the stage first: sum, stage, tensors."""
     staged: list[list[tuple[Tensor, Tensor, Tensor]]]
-    """On another device, or of 8 bits: part by part through the stage, a stage at a time."""
+    """On another device, or of 8 bits: copied through the stage, one full stage at a time."""
     waits_for: set[torch.device]
-    """Those other devices."""
+    """The other devices to wait for."""
 
 
 _NOTHING = _Plan(([], []), ([], []), [], [], set())
 
 
 class Accumulators(Store):
-    """The average of tensors that come under the same names at every step."""
+    """The average of tensors that have the same names at every step."""
 
     def __init__(
         self,
@@ -80,11 +78,16 @@ class Accumulators(Store):
     ) -> None:
         if not (isinstance(dtype, torch.dtype) and dtype in (torch.float32, torch.float64)):
             raise TypeError(f"dtype: expected torch.float32 or torch.float64, got {dtype!r}")
-        self.clock = folding_clock_for(rule)
+        if isinstance(rule, ExactWindow):
+            raise TypeError(
+                f"rule: expected one that holds a few averages, got {rule}, which holds every "
+                "sample; AnytimeWindow has the same variance"
+            )
+        self.clock = clock_for(rule)
         self._whole = True  # False during an update
         self.dtype = dtype
         self.device = None if device is None else torch.empty(0, device=device).device
-        accumulators = rule.accumulators  # type: ignore[union-attr]
+        accumulators = rule.accumulators
         members: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             # 8-bit floats have no promotion rules
@@ -99,12 +102,12 @@ class Accumulators(Store):
         self.bind(tensors)
 
     def bind(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take samples from these from now on; they must have the shapes of the first ones."""
+        """Take samples from these tensors from now on. Their shapes must be the original ones."""
         for group in self._groups:
             group.bind(tensors)
 
     def add(self) -> None:
-        """Take one sample: what the bound tensors hold now."""
+        """Take one sample: the current values of the bound tensors."""
         clock = self.clock
         self.require_whole()
         self._whole = False
@@ -126,11 +129,11 @@ class Accumulators(Store):
             group.turn(gone, weight)
 
     def require_whole(self) -> None:
-        """Raise unless every update so far has been made to its end."""
+        """Raise unless every update so far ran to its end."""
         if not self._whole:
             raise RuntimeError(
-                "the average is not whole: an update was interrupted and has reached only a part "
-                "of it; load_state_dict() a saved state, or begin a new average"
+                "the average is not whole: an update was interrupted half-way; "
+                "load_state_dict() a saved state, or create a new average"
             )
 
     def write(
@@ -139,16 +142,16 @@ class Accumulators(Store):
         into: Mapping[str, Tensor],
         before: Callable[[list[Tensor]], None] | None = None,
     ) -> None:
-        """Write the average, as the clock's `terms` say, into tensors.
+        """Write the average given by the clock's `terms` into tensors.
 
-        What is overwritten next is first handed to `before`.
+        `before` gets each tensor just before it is overwritten.
         """
         self.require_whole()
         for group in self._groups:
             group.write(terms, into, before)
 
     def state(self) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
-        """The means of the blocks, empty ones first; and the sum. Views, not copies."""
+        """The means of the blocks, empty blocks first, and the sum. Views, not copies."""
 
         def views(flats: Sequence[Tensor]) -> dict[str, Tensor]:
             return {
@@ -161,7 +164,7 @@ class Accumulators(Store):
         return [views(flats) for flats in means], [views([group.sum for group in self._groups])]
 
     def state_dict(self, like: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
-        """The state in the layout of `tailavg.core.state`, its tensors sharded as `like`."""
+        """The state in the layout of `tailavg.core.state`, with tensors sharded like `like`."""
         self.require_whole()
         blocks, partial = (
             [
@@ -173,7 +176,7 @@ class Accumulators(Store):
             for held in self.state()
         )
         empty = len(blocks) - len(self.clock.starts)
-        blocks = [*blocks[empty:], *blocks[:empty]]  # always all of them, so that shapes stay
+        blocks = [*blocks[empty:], *blocks[:empty]]  # always all: shapes stay the same
         return layout.state(
             self.clock.rule,
             dtype=str(self.dtype).removeprefix("torch."),
@@ -185,14 +188,15 @@ class Accumulators(Store):
         )
 
     def load(self, state: Mapping[str, Any], tracking: Tracking) -> None:
-        """Go on from a state of a model with these tensors; of one alone, without a name, too."""
+        """Resume from a state of these tensors, or of a single tensor without a name."""
         layout.check(state)
         layout.check_nan_policy(state)
         dtype = str(self.dtype).removeprefix("torch.")
         if layout.rule_from(state["rule"]) != self.clock.rule or state["dtype"] != dtype:
             raise ValueError(
-                f"state: expected {self.clock.rule} in {dtype}, got one of "
-                f"{layout.rule_from(state['rule'])} in {state['dtype']}; make the average so"
+                f"state: expected {self.clock.rule} in {dtype}, got "
+                f"{layout.rule_from(state['rule'])} in {state['dtype']}; "
+                "create the average with the rule and dtype of the state"
             )
         (blocks, partial), held = self.state(), len(state["starts"])
         if not held <= len(state["blocks"]) <= len(blocks):
@@ -208,7 +212,7 @@ class Accumulators(Store):
             ("state: partial", partial[0], state["partial"]),
         ]:
             if not isinstance(saved, Mapping) and not state["count"]:
-                # an average of nothing yet knows no shape
+                # an average without samples knows no shape
                 copies += [(view, torch.zeros((), device="cpu")) for view in views.values()]
                 continue
             if not isinstance(saved, Mapping) and len(views) > 1:
@@ -237,7 +241,7 @@ class Accumulators(Store):
     def to(
         self, device: torch.device | str | int | None, tensors: Mapping[str, Tensor]
     ) -> Accumulators:
-        """The same average on a device; None is that of the tensors."""
+        """The same average on a device; None stands for the device of the tensors."""
         moved = Accumulators(self.clock.rule, tensors, self.dtype, device)
         moved.clock = self.clock
         for new, old in zip(chain(*moved.state()), chain(*self.state()), strict=True):
@@ -247,7 +251,7 @@ class Accumulators(Store):
 
 
 class _Group:
-    """The tensors whose accumulators are of one dtype, on one device."""
+    """The tensors whose accumulators share a dtype and a device."""
 
     def __init__(
         self,
@@ -286,15 +290,15 @@ class _Group:
         self._plan = _NOTHING
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copied and pickled without the tensors of the model."""
+        """Leave the tensors of the model out of copies and pickles."""
         return self.__dict__ | {"_plan": _NOTHING}
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """A flat tensor as the tensors it is made of."""
+        """The tensors inside a flat tensor, by name."""
         return ((name, piece.of(flat)) for name, piece in self.pieces.items())
 
     def bind(self, tensors: Mapping[str, Tensor]) -> None:
-        """Plan how these are added to the sum."""
+        """Work out how to add these tensors to the sum."""
         plan = _Plan(([], []), ([], []), [], [], set())
         parts: list[tuple[Tensor, Tensor]] = []  # to be staged
         gathered: set[str] = set()
@@ -313,7 +317,7 @@ class _Group:
                 total = self.sum[piece.start : piece.stop]
                 parts += zip(_split(total, self._part), _split(flat, self._part), strict=True)
                 continue
-            if staged:  # in another order as well: it has a stage of its own
+            if staged:  # the order differs too: it gets a stage of its own
                 stage = piece.shaped(empty(piece.size, self.dtype, self.device))
                 plan.staged.append([(piece.of(self.sum), stage, flat)])
                 continue
@@ -335,7 +339,7 @@ class _Group:
         self._plan = plan
 
     def _flat(self, name: str, tensor: Tensor) -> Tensor:
-        """A tensor without its dimensions, in the order of memory, if that is the sum's order."""
+        """A tensor as one dimension in memory order, if the sum has the same order."""
         tensor, piece = tensor.detach(), self.pieces[name]
         if _is_dense(tensor) and _order(tensor.shape, tensor.stride()) == _order(
             piece.shape, piece.stride
@@ -364,26 +368,26 @@ class _Group:
                 total.add_(stage, alpha=factor)
 
     def fold(self, total: float, weight: float, carry: float) -> None:
-        """Fold the sum into the newest mean, and begin the next with what that rounds off.
+        """Fold the sum into the newest mean; the rounding error starts the next sum.
 
-        As `tailavg.numpy.arithmetic.joined`, in place and part by part.
+        The same as `tailavg.numpy.arithmetic.joined`, in place and part by part.
         """
         for mean, summed in self._parts(self.means[-1], self.sum):
             if weight == 1.0:
                 torch.mul(summed, 1.0 / total, out=mean)
                 summed.zero_()
-            elif not torch.isfinite(summed.sum() + mean.sum()):  # infinities have no difference
+            elif not torch.isfinite(summed.sum() + mean.sum()):  # inf - inf is NaN
                 mean.mul_(1.0 - weight).add_(summed, alpha=weight / total)
                 summed.zero_()
             else:
                 step = summed.mul_(1.0 / total).sub_(mean).mul_(weight)
                 joint = torch.add(mean, step, out=self._stage[: len(mean)])
-                mean.sub_(joint)  # minus the step that was made
+                mean.sub_(joint)  # minus the step that was taken
                 step.add_(mean).mul_(carry)
                 mean.copy_(joint)
 
     def turn(self, gone: int, weight: float) -> None:
-        """Begin a block, in the place of one that is given up or merged."""
+        """Open a block in the memory of one that is dropped or merged."""
         mean = self.means.pop(gone)
         if weight:
             self.means[gone - 1].mul_(1.0 - weight).add_(mean, alpha=weight)
@@ -453,7 +457,7 @@ def _combine(terms: Sequence[tuple[float, Tensor]], out: Tensor) -> Tensor:
 
 
 def _order(shape: torch.Size, stride: Sequence[int]) -> list[tuple[int, int]]:
-    """Sizes and strides of the dimensions that have any: what decides the order of elements."""
+    """Sizes and strides of the dimensions longer than 1: they decide the order of elements."""
     return [pair for pair in zip(shape, stride, strict=True) if pair[0] != 1]
 
 
@@ -462,7 +466,7 @@ def _contiguous(shape: torch.Size) -> tuple[int, ...]:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill one run of memory, each once."""
+    """Whether the elements fill one stretch of memory without gaps or overlaps."""
     expected = 1
     for stride, size in sorted((d, n) for n, d in _order(tensor.shape, tensor.stride())):
         if stride != expected:

@@ -1,8 +1,8 @@
-"""BatchNorm whose running statistics are tail averages, or computed anew from data.
+"""BatchNorm whose running statistics are tail averages, or recomputed from data.
 
-The statistics that a network is evaluated with are an average over the batches it was trained on.
-With a momentum of 0.1 that is the last nineteen or so, whatever the length of the training. Here
-it is the growing exponential: a fraction of the batches so far, at every step.
+A network is evaluated with statistics averaged over its training batches. With a momentum of 0.1,
+that is about the last nineteen batches, however long the training. Here it is the growing
+exponential: a fraction of the batches so far, at every step.
 """
 
 from __future__ import annotations
@@ -23,31 +23,30 @@ __all__ = ["convert_tail_batchnorm", "recompute_batchnorm"]
 
 
 def convert_tail_batchnorm(model: nn.Module, window: AnyWindow) -> nn.Module:
-    """Let the running statistics of every BatchNorm in `model` average a window of batches.
+    """Make the running statistics of every BatchNorm in `model` average a window of batches.
 
     They follow the growing exponential, `Exponential(window)`: over the last quarter of all batches
-    so far for `window=0.25`, over the last hundred for `window=100`. At every batch they have the
-    variance of an average of that many. `momentum` is no longer used, with one exception: `None`
-    asks for the plain mean of all batches, so that torch's `update_bn` works as ever.
+    so far for `window=0.25`, over the last hundred for `window=100`. After every batch they have
+    the variance of an average of that many. `momentum` is ignored, with one exception: `None`
+    still gives the plain mean of all batches, so torch's `update_bn` keeps working.
 
-    What training computes does not change, nor does the state dict, either way: the step is the
-    buffer `num_batches_tracked`, which is there already. A checkpoint of the plain model goes on
-    with a tail average, one of the converted model can be loaded into a plain one. The first batch
-    after `num_batches_tracked == 0` replaces the statistics. They are best kept in float32, as
-    autocast does: in 16 bits an average over hundreds of batches no longer moves.
+    Training outputs do not change. Neither does the state dict: the step is the existing buffer
+    `num_batches_tracked`. So a converted model can load a checkpoint of the plain one, and the
+    other way round. The first batch after `num_batches_tracked == 0` replaces the statistics. Keep
+    them in float32, as autocast does: in 16 bits, an average over hundreds of batches stops moving.
 
-    The modules stay the objects they are, with their parameters, buffers, hooks and flags; they
-    become of another class, as torch's lazy modules do. Conversion of converted ones changes
-    the window. Those that track no statistics are left alone, and so are, with a warning,
-    subclasses that are not torch's own and lazy ones that have seen no batch. To synchronise the
-    statistics over processes, call `SyncBatchNorm.convert_sync_batchnorm` first.
+    The modules remain the same objects, with their parameters, buffers, hooks and flags; only their
+    class changes, as with torch's lazy modules. Converting a converted model changes the window.
+    Modules that track no statistics are left alone. So are, with a warning, subclasses that are not
+    torch's own and lazy modules that have not seen a batch. To synchronise the statistics across
+    processes, call `SyncBatchNorm.convert_sync_batchnorm` first.
 
     Args:
-        model: any module; a BatchNorm itself, too.
-        window: a window or a number, as in `tailavg.TailAverage`.
+        model: Any module, including a BatchNorm itself.
+        window: A window or a number, as in `tailavg.TailAverage`.
 
     Returns:
-        The model.
+        The same model.
 
     Examples:
         >>> convert_tail_batchnorm(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), window=0.25)
@@ -71,7 +70,7 @@ def convert_tail_batchnorm(model: nn.Module, window: AnyWindow) -> nn.Module:
             module.momentum = 0.1
     if unknown:
         warnings.warn(
-            "convert_tail_batchnorm: expected BatchNorm1d, 2d, 3d or SyncBatchNorm, initialised; "
+            "convert_tail_batchnorm: expected an initialised BatchNorm1d, 2d, 3d or SyncBatchNorm; "
             f"these keep their own statistics: {', '.join(unknown)}",
             UserWarning,
             stacklevel=2,
@@ -86,20 +85,20 @@ def recompute_batchnorm(
 ) -> None:
     """Replace the running statistics of every BatchNorm in `model` by their mean over `loader`.
 
-    Averaged weights need statistics of their own: this is torch's `update_bn`, for more kinds of
-    batches, and without its traps. Call it where the averages are in the model, inside
-    `average_parameters()`. Whatever is raised, the statistics are then as they were before; and in
-    any case each module's momentum and training flag.
+    Averaged weights need statistics of their own. This is torch's `update_bn` for more kinds of
+    batches and without its traps. Call it inside `average_parameters()`, while the model holds the
+    averages. If anything raises, the statistics are restored; each module's momentum and training
+    flag always are.
 
     Args:
-        model: the model, as the loader's batches are given to it: in training mode, without
-            gradients. Without BatchNorm nothing is done, and nothing is loaded.
-        loader: batches, moved to the device of the statistics. A dict is given to the model by
-            keyword, of a tuple or list the first element, anything else as it is.
-        call: `call(model, batch)` runs the model on a batch, instead of all that.
+        model: The model. It runs on the batches in training mode, without gradients. If it has no
+            BatchNorm, nothing is loaded and nothing happens.
+        loader: Batches, which are moved to the device of the statistics. A dict is passed to the
+            model by keyword; of a tuple or list, the first element; anything else as it is.
+        call: Runs the model on a batch, as `call(model, batch)`, in place of the above.
 
     Raises:
-        ValueError: the loader is empty.
+        ValueError: If the loader is empty.
 
     Examples:
         >>> model = nn.BatchNorm1d(1)
@@ -131,8 +130,8 @@ def recompute_batchnorm(
                 batches += 1
         if not batches:
             raise ValueError(
-                "loader: expected at least one batch, got none (is it a spent iterator?); "
-                "the statistics are as they were"
+                "loader: expected at least one batch, got none (is it an exhausted iterator?); "
+                "the statistics are unchanged"
             )
     except BaseException:
         for buffer, old in kept:
@@ -167,7 +166,7 @@ def _has_statistics(module: nn.Module) -> TypeGuard[_WithStatistics]:
 
 
 class _WithStatistics(_BatchNorm):
-    """For the types: a BatchNorm that tracks statistics has these."""
+    """For type checkers: the buffers of a BatchNorm that tracks statistics."""
 
     running_mean: Tensor
     running_var: Tensor
@@ -180,13 +179,13 @@ class _TailStatistics(_WithStatistics):
     _tail_rule: Exponential
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Normalise, and in training take the batch's statistics into the running ones."""
+        """Normalise; in training, also add the batch to the running statistics."""
         if not (self.training and _has_statistics(self)):
             return super().forward(input)
         mean, var = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
         output = self._normalise(input, mean, var)
         self.num_batches_tracked.add_(1)
-        # Tensor arithmetic all through: nothing waits for the device, a compiler sees one graph.
+        # Tensor arithmetic throughout: nothing waits for the device, and compilers see one graph.
         t = self.num_batches_tracked.to(torch.float32 if mean.is_mps else torch.float64)
         weight = 1.0 / t if self.momentum is None else self._tail_rule.weight(t)
         self.running_mean.lerp_(mean, weight.to(mean.dtype))
@@ -194,7 +193,7 @@ class _TailStatistics(_WithStatistics):
         return output
 
     def _normalise(self, input: Tensor, mean: Tensor, var: Tensor) -> Tensor:  # noqa: A002
-        """What training outputs; the statistics of this batch alone are put in `mean` and `var`."""
+        """The training output. Writes the statistics of this batch to `mean` and `var`."""
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         return F.batch_norm(input, mean, var, self.weight, self.bias, True, 1.0, self.eps)
 
@@ -220,7 +219,7 @@ class TailSyncBatchNorm(_TailStatistics, nn.SyncBatchNorm):
     """What `convert_tail_batchnorm` makes of a `SyncBatchNorm`."""
 
     def _normalise(self, input: Tensor, mean: Tensor, var: Tensor) -> Tensor:  # noqa: A002
-        """As for the others, by torch's own forward: it knows when and how to synchronise."""
+        """Use torch's own forward, which knows when and how to synchronise."""
         own = self.running_mean, self.running_var, self.num_batches_tracked, self.momentum
         self.running_mean, self.running_var, self.momentum = mean, var, 1.0
         self.num_batches_tracked = torch.zeros_like(self.num_batches_tracked)

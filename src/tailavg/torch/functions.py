@@ -18,8 +18,8 @@ Tensors = tuple[Tensor, ...] | list[Tensor]
 def growing_multi_avg_fn(window: AnyWindow) -> Callable[[Tensors, Tensors, Tensor | int], None]:
     """A `multi_avg_fn` for `torch.optim.swa_utils.AveragedModel`.
 
-    The average is `Exponential(window)`: at every update it has the variance of a mean over the
-    window. Integer buffers, which `use_buffers=True` passes too, are copied.
+    The average is `Exponential(window)`: after every update it has the variance of a mean over the
+    window. Integer buffers, which `use_buffers=True` passes as well, are copied.
 
     Examples:
         >>> from torch.optim.swa_utils import AveragedModel
@@ -31,7 +31,7 @@ def growing_multi_avg_fn(window: AnyWindow) -> Callable[[Tensors, Tensors, Tenso
 
     @torch.no_grad()
     def update(averaged: Tensors, current: Tensors, updates: Tensor | int) -> None:
-        if _is_averaged(averaged[0]):  # all are of one dtype
+        if _is_averaged(averaged[0]):  # all have the same dtype
             torch._foreach_lerp_(averaged, current, rule.weight(int(updates) + 1))
         else:
             torch._foreach_copy_(averaged, current)
@@ -40,10 +40,10 @@ def growing_multi_avg_fn(window: AnyWindow) -> Callable[[Tensors, Tensors, Tenso
 
 
 def growing_avg_fn(window: AnyWindow) -> Callable[[Tensor, Tensor, Tensor | int], Tensor]:
-    """As `growing_multi_avg_fn`, one tensor at a time: an `avg_fn`.
+    """An `avg_fn`: the same as `growing_multi_avg_fn`, one tensor at a time.
 
     Examples:
-        >>> average = growing_avg_fn(1.0)  # over all updates so far: here 3, and one more
+        >>> average = growing_avg_fn(1.0)  # all updates so far: 3, and this one
         >>> average(torch.tensor([1.0]), torch.tensor([5.0]), 3)
         tensor([2.])
     """

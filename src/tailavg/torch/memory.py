@@ -1,4 +1,4 @@
-"""Memory for accumulators, and for what is put aside during a swap."""
+"""Memory for accumulators, and for the weights put aside during a swap."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _LINE = 64  # bytes: a cache line
 
 
 def empty(size: int, dtype: torch.dtype, device: torch.device, *, pinned: bool = False) -> Tensor:
-    """A flat tensor, uninitialised.
+    """An uninitialised flat tensor.
 
-    In main memory its pages are huge ones where the system has them: the first write to 100 MB of
-    new memory is then several times faster.
+    In main memory it uses huge pages where the system has them, which makes the first write to
+    100 MB of new memory several times faster.
     """
     if device.type != "cpu" or pinned:
         return torch.empty(size, dtype=dtype, device=device, pin_memory=pinned)
@@ -26,23 +26,23 @@ def empty(size: int, dtype: torch.dtype, device: torch.device, *, pinned: bool =
 
 def _pages(size: int) -> mmap.mmap:
     if not hasattr(mmap, "MAP_PRIVATE"):
-        return mmap.mmap(-1, _whole(size))
-    pages = mmap.mmap(-1, _whole(size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return mmap.mmap(-1, _round_up(size))
+    pages = mmap.mmap(-1, _round_up(size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
     return pages
 
 
-def _whole(size: int, unit: int = mmap.PAGESIZE) -> int:
-    """A size in bytes, rounded up to at least one unit."""
+def _round_up(size: int, unit: int = mmap.PAGESIZE) -> int:
+    """Round a size in bytes up to a multiple of `unit`, at least one."""
     return max(1, math.ceil(size / unit)) * unit
 
 
 class Aside:
-    """Copies of tensors, or of parts of them, and the way back.
+    """Copies of tensors, or of parts of them, to put back later.
 
-    When nothing is kept the system may take the memory back (MADV_FREE). If it did not need to by
-    the next time, no page has to be cleared again, which costs more than the copies themselves.
+    While nothing is kept, the system may reclaim the memory (MADV_FREE). If it did not, the next
+    use need not clear the pages again, which would cost more than the copies themselves.
     """
 
     def __init__(self) -> None:
@@ -56,11 +56,11 @@ class Aside:
         self._kept: list[tuple[Tensor, Tensor]] = []
 
     def open(self, tensors: list[Tensor], device: torch.device | None) -> None:
-        """Make room for all of these tensors, on a device or by default where they are."""
+        """Make room for these tensors: on `device`, or where they are if it is None."""
         sizes: dict[torch.device, int] = {}
         for tensor in tensors:
             place = device or tensor.device
-            sizes[place] = sizes.get(place, 0) + _whole(tensor.numel() * tensor.itemsize, _LINE)
+            sizes[place] = sizes.get(place, 0) + _round_up(tensor.numel() * tensor.itemsize, _LINE)
         self._device = device
         for place, size in sizes.items():
             pinned = place.type == "cpu" and any(t.device.type != "cpu" for t in tensors)
@@ -74,9 +74,9 @@ class Aside:
         self.holds = True
 
     def keep(self, tensors: list[Tensor]) -> None:
-        """Copy tensors, whole or part by part, all parts but the last of whole lines.
+        """Copy tensors, complete or in parts; all parts but the last must fill cache lines.
 
-        Only what was copied to its end is ever put back.
+        Only finished copies are ever put back.
         """
         if len({(tensor.dtype, tensor.device, tensor.dim() == 1) for tensor in tensors}) > 1:
             for tensor in tensors:
@@ -92,11 +92,11 @@ class Aside:
         else:
             parts = tuple(part.view(t.shape) for part, t in zip(parts, tensors, strict=True))
             torch._foreach_copy_(parts, tensors)
-        self._used[place] += _whole(size, _LINE)
+        self._used[place] += _round_up(size, _LINE)
         self._kept += zip(tensors, parts, strict=True)
 
     def put_back(self) -> None:
-        """Give every tensor back what it held."""
+        """Restore what every tensor held."""
         for tensor, room in self._kept:
             tensor.copy_(room)
 
@@ -110,5 +110,5 @@ class Aside:
             self._pages = None
 
     def __getstate__(self) -> dict[str, object]:
-        """Copied and pickled without the room, unless it holds something."""
+        """Leave the memory out of copies and pickles, unless it holds something."""
         return self.__dict__ | ({} if self.holds else {"_pages": None})

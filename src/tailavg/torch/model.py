@@ -1,4 +1,4 @@
-"""`AveragedModel`: a module that holds the averaged weights, in the manner of torch's own."""
+"""`AveragedModel`: a module that holds the averaged weights, like torch's own."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ __all__ = ["AveragedModel"]
 
 
 class AveragedModel(Module):
-    """In the place of `torch.optim.swa_utils.AveragedModel`: a copy of a model, with tail averages.
+    """A drop-in for `torch.optim.swa_utils.AveragedModel`: a copy of a model with tail averages.
 
-    `update_parameters(model)` after each step of the optimizer; then call it like the model. The
-    average is computed when someone looks: `module`, `forward`, `parameters()`, `state_dict()`.
-    Before the first update the copy has the weights that the model had.
+    Call `update_parameters(model)` after each step of the optimizer, then call this like the model.
+    The average is computed on demand: by `module`, `forward`, `parameters()` and `state_dict()`.
+    Before the first update the copy has the weights of the original.
 
     Args:
-        model: the model to copy. A sharded one cannot be copied; `ParameterAverage` averages it.
-        rule: a number, a window or a rule with one, as in `ParameterAverage`.
-        device: where the copy and the accumulators are; by default with the model.
-        use_buffers: average floating point buffers too, instead of copying them at each update.
+        model: The model to copy. Sharded models cannot be copied: use `ParameterAverage`.
+        rule: A number, a window or a rule with a window, as in `ParameterAverage`.
+        device: Where to keep the copy and the accumulators; by default with the model.
+        use_buffers: Average floating point buffers as well, instead of copying them at each update.
 
     Examples:
         >>> model = torch.nn.Linear(1, 1, bias=False)
@@ -59,12 +59,12 @@ class AveragedModel(Module):
         if isinstance(rule, AnyTail):
             raise TypeError(
                 "rule: expected one with a window, since a module has one set of weights, got "
-                f"{rule}; ParameterAverage reads any window of it"
+                f"{rule}; use ParameterAverage to read any window"
             )
         if any(map(is_sharded, model.parameters())):
             raise TypeError(
-                "model: expected one that can be copied, got a sharded one; ParameterAverage "
-                "averages it without a copy"
+                "model: expected one that can be copied, got a sharded one; use ParameterAverage, "
+                "which makes no copy"
             )
         self._stale = False  # whether the module is behind the accumulators
         self.use_buffers = use_buffers
@@ -80,7 +80,7 @@ class AveragedModel(Module):
 
     @outside_autograd
     def update_parameters(self, model: Module) -> None:
-        """Take the model's parameters as they are now, as one sample."""
+        """Take the model's current parameters as one sample."""
         source = self._source
         if source is None or source.module is not unwrap(model) or not source.is_current():
             source = self._target.of(model, self._options)
@@ -125,13 +125,13 @@ class AveragedModel(Module):
 
     @outside_autograd
     def _catch_up(self) -> None:
-        """Compute the average, if there was an update since it was last computed."""
+        """Compute the average, unless it is up to date."""
         if self._stale:
-            self._stale = False  # looking at the module must not come here again
+            self._stale = False  # reading the module must not come here again
             self._target.refresh()
             self._accumulators.write(self._accumulators.clock.terms(), self._target.locals)
 
-    # Every way of looking at the module.
+    # Every way to read the module.
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The averaged model's output."""
@@ -143,18 +143,18 @@ class AveragedModel(Module):
         return super().__getattr__(name)
 
     def named_children(self) -> Iterator[tuple[str, Module]]:
-        """As in `torch.nn.Module`; `children`, `apply` and `train` come here too."""
+        """As in `torch.nn.Module`; `children`, `apply` and `train` call this."""
         self._catch_up()
         return super().named_children()
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Module]]:
-        """As in `torch.nn.Module`; `modules`, `parameters` and `buffers` come here too."""
+        """As in `torch.nn.Module`; `modules`, `parameters` and `buffers` call this."""
         self._catch_up()
         modules: Iterator[tuple[str, Module]] = super().named_modules(*args, **kwargs)
         return modules
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The averaged model under `module.`, `n_averaged`, and all that a resumed run needs."""
+        """The averaged model under `module.`, `n_averaged`, and all that a resume needs."""
         self._catch_up()
         return super().state_dict(*args, **kwargs)
 
@@ -164,19 +164,19 @@ class AveragedModel(Module):
 
     @outside_autograd
     def set_extra_state(self, state: Any) -> None:
-        """Go on from that state."""
+        """Resume from a state of the average."""
         self._accumulators.load(state, self._target)
         self._stale = False
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Go on from what `state_dict` saved. A ValueError says so if another class saved it."""
+        """Resume from what `state_dict` saved. Raise a ValueError if another class saved it."""
         if "_extra_state" not in state_dict:
             raise ValueError(
-                "state_dict: expected one of tailavg.torch.AveragedModel, got one without the "
-                "state of its average, as torch's own AveragedModel saves it; to begin a new "
-                "average with those weights, load them into the model and call update_parameters"
+                "state_dict: expected one from tailavg.torch.AveragedModel, got one without the "
+                "state of an average, as torch's own AveragedModel saves it; to start a new "
+                "average from those weights, load them into the model and call update_parameters"
             )
         return super().load_state_dict(state_dict, strict, assign)
 
@@ -190,6 +190,6 @@ class AveragedModel(Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickled and copied without the model that it was last updated with."""
+        """Leave the model of the last update out of copies and pickles."""
         self._catch_up()
         return self.__dict__ | {"_source": None}

@@ -1,4 +1,4 @@
-"""`ParameterAverage`: the average of the weights of a model while it trains."""
+"""`ParameterAverage`: the average of a model's weights while it trains."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class Selection(NamedTuple):
     score: float
     """Its score."""
     scores: list[tuple[AnyWindow, float]]
-    """All windows that were tried, and their scores."""
+    """All windows tried, with their scores."""
 
 
 def default_windows(shortest: float) -> list[float]:
-    """Eight fractions from the shortest to 1, in equal ratios, to two digits.
+    """Eight fractions from the shortest to 1, evenly spaced on a log scale, to two digits.
 
     Examples:
         >>> default_windows(0.1)
@@ -60,24 +60,23 @@ def default_windows(shortest: float) -> list[float]:
 class ParameterAverage:
     """The tail average of a model's parameters.
 
-    Call `update()` after each step of the optimizer, or `attach` it; evaluate inside
-    `average_parameters()`. The model is not copied: beside it there are the accumulators of the
-    rule (three for an `AnytimeWindow`) and one sum, and a copy of the weights during a swap.
+    Call `update()` after each step of the optimizer, or `attach` it once; evaluate inside
+    `average_parameters()`. The model is not copied. The average holds the accumulators of the rule
+    (three for an `AnytimeWindow`) and one sum, and a copy of the weights during a swap.
 
     Args:
-        model: a module, or pairs of names and tensors. Wrappers of DDP and `torch.compile` are seen
-            through. Tied parameters are kept once, frozen ones averaged like any other.
-        rule: a number (an int for the last that many updates, a float in (0, 1] for the last
-            fraction of them), a window or a rule.
-        dtype: of the accumulators, at least; float64 parameters have float64 ones.
-        device: where the accumulators are; by default with their parameters.
-        include: which names to average: a glob pattern, several, or a function of the name.
-        exclude: which names not to. What is not averaged is as it is in the model.
-        buffers: `"copy"`: an averaged model has the buffers of the model, and a swap puts them back
-            as they were; `"average"`: floating point buffers are averaged like parameters;
-            `"skip"`: swaps and `copy_to` leave them alone.
-        update_every: only every so manyth call of `update` counts. The window is in updates that
-            count.
+        model: A module, or pairs of names and tensors. DDP and `torch.compile` wrappers are
+            unwrapped. Tied parameters are kept once, frozen ones averaged like any other.
+        rule: A number (an int n for the last n updates, a float in (0, 1] for the last fraction of
+            them), a window or a rule.
+        dtype: The lowest precision of the accumulators; those of float64 parameters are float64.
+        device: Where to keep the accumulators; by default with their parameters.
+        include: The names to average: a glob pattern, several, or a function of the name.
+        exclude: The names not to average. Outputs have those tensors unchanged from the model.
+        buffers: `"copy"`: outputs have the model's buffers, and a swap restores them afterwards;
+            `"average"`: floating point buffers are averaged like parameters; `"skip"`: swaps and
+            `copy_to` leave buffers alone.
+        update_every: Count only every n-th call of `update`. The window is in counted updates.
 
     Examples:
         >>> model = torch.nn.Linear(1, 1, bias=False)
@@ -117,14 +116,14 @@ class ParameterAverage:
         self._tracking = Tracking(model, **self._options)
         self._accumulators = Accumulators(self._rule, self._tracking.locals, dtype, device)
         self._aside = Aside()
-        self._swapped: list[tuple[Tensor, Tensor]] = []  # tensors, and the memory they had
+        self._swapped: list[tuple[Tensor, Tensor]] = []  # tensors, with their original memory
         self._slots: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._handle: RemovableHandle | None = None
 
     def update(self) -> None:
-        """Take the parameters as they are now, as one sample; call it after the optimizer's step.
+        """Take the current parameters as one sample; call this after the optimizer's step.
 
-        A parameter that was replaced since the last time is found again by its name.
+        A parameter that was replaced since the last update is found by its name.
         """
         self._require_training_weights("update")
         if self._calls + 1 < self._every:
@@ -139,10 +138,13 @@ class ParameterAverage:
         self._accumulators.add()
 
     def attach(self, optimizer: Optimizer) -> RemovableHandle:
-        """Update after every step that the optimizer makes, from now on.
+        """Update after every step of the optimizer from now on.
 
-        So a batch whose gradient is only accumulated, or a step that a gradient scaler skips, does
-        not count. `remove()` of what is returned ends it.
+        So batches whose gradients only accumulate do not count, nor do steps that a gradient scaler
+        skips.
+
+        Returns:
+            A handle; its `remove()` detaches the average.
 
         Examples:
             >>> model = torch.nn.Linear(2, 1)
@@ -156,14 +158,14 @@ class ParameterAverage:
         """
         if self._handle is not None and self._handle.id in (self._handle.hooks_dict_ref() or ()):
             raise RuntimeError(
-                "attach: expected an average that is not attached yet, got one that is; call "
-                "remove() of the handle first, or every step would count twice"
+                "attach: expected an average that is not attached, got one that is; call remove() "
+                "on its handle first, or every step would count twice"
             )
         self._handle = optimizer.register_step_post_hook(self._after_step)
         return self._handle
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        # a scaler lets a fused optimizer find out for itself that it has to skip the step
+        # with a gradient scaler, a fused optimizer decides by itself to skip a step
         skipped = getattr(optimizer, "found_inf", None)
         if skipped is None or not skipped.item():
             self.update()
@@ -175,12 +177,12 @@ class ParameterAverage:
 
     @property
     def count(self) -> int:
-        """The number of updates that counted, t."""
+        """The number of counted updates, t."""
         return self._accumulators.clock.count
 
     @property
     def size(self) -> float:
-        """The size of the window, k_t: what was asked for. `profile` has what was got."""
+        """The size of the window, k_t. `profile` has the effective size."""
         return float(windowed(self._rule, None, self.count).size(self.count))
 
     def weights(self, window: AnyWindow | None = None) -> Reals:
@@ -207,10 +209,10 @@ class ParameterAverage:
 
     @contextmanager
     def average_parameters(self, window: AnyWindow | None = None) -> Iterator[None]:
-        """A context in which the model has the averaged parameters; of an `AnyTail`, of a window.
+        """A context in which the model has the averaged parameters; an `AnyTail` needs a window.
 
-        When it ends, whatever was raised, the model has its own back, bit for bit, and its buffers
-        too: BatchNorm statistics may be computed anew inside.
+        On exit, even after an exception, the model gets its own parameters and buffers back, bit
+        for bit. So BatchNorm statistics may be recomputed inside.
         """
         self._require_an_update("average_parameters")
         self._require_training_weights("average_parameters")
@@ -227,12 +229,14 @@ class ParameterAverage:
         windows: Iterable[AnyWindow] | None = None,
         best: Callable[[Iterable[float]], float] = min,
     ) -> Selection:
-        """Try windows of an `AnyTail`: which makes the best model?
+        """Find the window of an `AnyTail` that makes the best model.
 
-        `evaluate` is called once for each window, with its averages in the model, and returns a
-        number, of which `best` picks: `min` for a loss, `max` for an accuracy. The training
-        weights come back, whatever it raises. By default the windows are eight fractions from the
-        shortest to 1.
+        The training weights come back, even after an exception.
+
+        Args:
+            evaluate: Called once for each window, with its averages in the model; returns a score.
+            windows: The windows to try; by default eight fractions from the shortest to 1.
+            best: Picks from the scores: `min` for a loss, `max` for an accuracy.
 
         Examples:
             >>> from tailavg import AnyTail
@@ -255,7 +259,7 @@ class ParameterAverage:
         chosen = list(windows)
         if not chosen:
             raise ValueError("select_tail: expected at least one window, got none")
-        for window in chosen:  # before the first of many evaluations
+        for window in chosen:  # check all of them before the first evaluation
             self._accumulators.clock.terms(window)
         scores: list[tuple[AnyWindow, float]] = []
         for window in chosen:
@@ -267,7 +271,7 @@ class ParameterAverage:
         finite = [score for _, score in scores if not math.isnan(score)]
         if not finite:
             raise ValueError(
-                f"select_tail: expected a number for some of the windows {chosen}, got NaN for all"
+                f"select_tail: expected a number for at least one of {chosen}, got NaN for all"
             )
         score = best(finite)
         for window, one in scores:
@@ -276,19 +280,19 @@ class ParameterAverage:
         raise ValueError(f"best: expected a function that picks one of {finite}, got {score!r}")
 
     def store(self) -> None:
-        """Put the parameters aside until `restore`; `copy_to()` may then overwrite them."""
+        """Put the parameters aside until `restore`, so that `copy_to()` may overwrite them."""
         self._require_training_weights("store")
         self._put_aside(None)
 
     def restore(self) -> None:
-        """Give the model back what `store` put aside."""
+        """Give the model back the parameters that `store` put aside."""
         if not self._aside.holds:
             raise RuntimeError("restore: expected a store() before it, got none")
         self._put_back()
 
     @outside_autograd
     def _put_aside(self, terms: Sequence[tuple[float, int]] | None) -> None:
-        """Put the weights aside, and the average into their place if its terms are given."""
+        """Put the weights aside; if terms are given, write that average into the model."""
         self._look_again()
         tracking = self._tracking
         tensors = dict(tracking.averaged)
@@ -312,22 +316,22 @@ class ParameterAverage:
         self._tracking.reshard()
         for slots, held in self._slots:
             for name, tensor in held.items():
-                if slots.get(name) is not tensor:  # it was replaced in between
+                if slots.get(name) is not tensor:  # it was replaced meanwhile
                     slots[name] = tensor
         for tensor, memory in self._swapped:
             now = local(tensor)
             if now.shape != memory.shape:
                 now.data = memory
             elif now.data_ptr() != memory.data_ptr() or now.stride() != memory.stride():
-                now.copy_(memory)  # it moved, to another device or dtype, and stays there
+                now.copy_(memory)  # it moved to another device or dtype, and stays there
         self._swapped, self._slots = [], []
         self._aside.close()
 
     @outside_autograd
     def copy_to(self, model: Source | None = None, window: AnyWindow | None = None) -> None:
-        """Write the averages into a model: into the very one, for good, or into another like it.
+        """Write the averages into this model, permanently, or into another one like it.
 
-        Another one also gets what is not averaged, buffers included unless they are skipped.
+        Another model also gets everything that is not averaged, including buffers unless skipped.
         """
         self._require_an_update("copy_to")
         terms = self._accumulators.clock.terms(window)
@@ -341,8 +345,8 @@ class ParameterAverage:
         for name, tensor in other.averaged.items():
             if names.setdefault(id(tensor), name) != name:
                 raise ValueError(
-                    f"model: expected two tensors {names[id(tensor)]} and {name}, as in the model "
-                    "that is averaged, got one tensor of both names"
+                    f"model: expected two tensors {names[id(tensor)]} and {name}, as in the "
+                    "averaged model, got one tensor with both names"
                 )
         self._accumulators.write(terms, other.locals)
         rest = dict(mine.parameters)
@@ -359,8 +363,8 @@ class ParameterAverage:
     ) -> dict[str, Any]:
         """The state dict of the averaged model, with the keys of `model.state_dict()`.
 
-        Its tensors are new, each in its parameter's dtype unless one is asked for, and sharded as
-        the parameters are.
+        Its tensors are new. They have `dtype`, or by default the dtypes of the parameters, and are
+        sharded like the parameters.
 
         Examples:
             >>> average = ParameterAverage(torch.nn.Linear(2, 1), 100)
@@ -390,7 +394,7 @@ class ParameterAverage:
         for key, value in state.items():
             if isinstance(value, Tensor):
                 name = tracking.aliases.get(key)
-                # a hook may have handed out another tensor: then the name tells
+                # a hook may have returned another tensor: then go by the name
                 named = tracking.averaged.get(name or "", value)
                 tensor = value if id(value) in made else named
                 if (
@@ -413,9 +417,9 @@ class ParameterAverage:
     def full_state_dict(
         self, dtype: torch.dtype | None = None, window: AnyWindow | None = None
     ) -> dict[str, Any]:
-        """`averaged_state_dict` with whole tensors in main memory, for export.
+        """`averaged_state_dict` with full tensors in main memory, for export.
 
-        If the model is sharded they are gathered, one by one: every process must call it.
+        The tensors of a sharded model are gathered one by one: every process must call this.
         """
         state = self.averaged_state_dict(dtype, window)
         for key, value in state.items():
@@ -432,7 +436,7 @@ class ParameterAverage:
     ) -> None:
         """Write the averaged model to a `.safetensors` file, whole or not at all.
 
-        If the model is sharded every process must call it, and that of rank 0 writes.
+        If the model is sharded, every process must call this, and rank 0 writes.
         """
         sharded = any(map(is_sharded, self._tracking.averaged.values()))
         tensors: dict[str, Tensor] = {}
@@ -440,10 +444,10 @@ class ParameterAverage:
         for key, value in self.full_state_dict(dtype, window).items():
             if not isinstance(value, Tensor):
                 raise TypeError(
-                    f"save_averaged: {key}: expected tensors, which is all that safetensors holds, "
+                    f"save_averaged: {key}: expected a tensor, as safetensors holds nothing else, "
                     f"got {type(value).__name__}; save averaged_state_dict() with torch.save"
                 )
-            # each key of a tied tensor has its own copy in the file
+            # each key of a tied tensor gets its own copy in the file
             again = value.untyped_storage().data_ptr() in stored
             stored.add(value.untyped_storage().data_ptr())
             value = value.contiguous()
@@ -456,11 +460,11 @@ class ParameterAverage:
 
     @outside_autograd
     def state_dict(self) -> dict[str, Any]:
-        """All there is to know, in the layout of `tailavg.core.state`.
+        """The complete state, in the layout of `tailavg.core.state`.
 
         As in torch, its tensors are those of the average itself, not copies: save them before the
         next update. `torch.save`, `torch.load(weights_only=True)` and, for sharded models,
-        `torch.distributed.checkpoint` can store it.
+        `torch.distributed.checkpoint` all handle it.
         """
         self._require_training_weights("state_dict")
         self._look_again()
@@ -468,10 +472,11 @@ class ParameterAverage:
 
     @outside_autograd
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` saved, as if there had been no stop.
+        """Resume from what `state_dict` saved, as if the run had never stopped.
 
-        The average must have been made with the same rule and dtype, for a model with the same
-        names and shapes; otherwise a ValueError says what differs, and nothing is changed.
+        Raises:
+            ValueError: If the rule, the dtype, or the names or shapes of tensors differ; it says
+                which, and nothing changes.
         """
         self._require_training_weights("load_state_dict")
         self._look_again()
@@ -490,7 +495,7 @@ class ParameterAverage:
         return f"<ParameterAverage({self._rule}): {self.count} updates of {tensors} tensors>"
 
     def _look_again(self) -> bool:
-        """Find parameters that were replaced; True if any was."""
+        """Find replaced parameters; True if there are any."""
         changed = self._tracking.refresh()
         if changed:
             self._accumulators.bind(self._tracking.locals)
@@ -505,6 +510,6 @@ class ParameterAverage:
     def _require_training_weights(self, call: str) -> None:
         if self._aside.holds:
             raise RuntimeError(
-                f"{call}: expected the model to have its own weights, got one whose weights are "
+                f"{call}: expected a model with its own weights, got one whose weights are "
                 "put aside; leave average_parameters() or call restore() first"
             )

@@ -1,4 +1,4 @@
-"""Which tensors of a model are averaged, by name; and a cheap way to notice that they changed."""
+"""Which tensors of a model are averaged, by name, and a cheap check that they are the same."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ Source = Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 Call = TypeVar("Call", bound=Callable[..., Any])
 
-_PLACE = (Tensor.data_ptr, Tensor.stride, attrgetter("nbytes"))  # where its elements are
+_PLACE = (Tensor.data_ptr, Tensor.stride, attrgetter("nbytes"))  # where a tensor's elements are
 
 
 def outside_autograd(call: Call) -> Call:
-    """Tensors made inside must be of use outside of `torch.inference_mode` too."""
+    """Run without gradients; tensors made inside also work outside `torch.inference_mode`."""
     return torch.inference_mode(False)(torch.no_grad()(call))
 
 
 def unwrap(model: Module) -> Module:
-    """The module inside the wrappers of DDP, DataParallel and torch.compile."""
+    """The module inside DDP, DataParallel and torch.compile wrappers."""
     compiled = _imported("torch._dynamo", "OptimizedModule")
     while True:
         if isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
@@ -54,22 +54,22 @@ def unwrap(model: Module) -> Module:
 
 
 def _imported(module: str, name: str) -> Any:
-    """A class to compare with, if its module was imported: who has not, has no instance of it."""
+    """A class for isinstance; () if its module is not imported, since then it has no instances."""
     return getattr(sys.modules.get(module), name, ())
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether it is a DTensor."""
+    """Whether this is a DTensor."""
     return isinstance(tensor, _imported("torch.distributed.tensor", "DTensor"))
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The shard that this process holds of a DTensor; any other tensor as it is."""
+    """This process's shard of a DTensor; any other tensor unchanged."""
     return tensor._local_tensor if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def sharded_like(shard: Tensor, like: Tensor) -> Tensor:
-    """A shard as the DTensor that it is a part of, if `like` is one."""
+    """The DTensor that a shard belongs to, if `like` is a DTensor; otherwise the shard."""
     if not is_sharded(like):
         return shard
     whole: Any = like
@@ -85,7 +85,7 @@ def sharded_like(shard: Tensor, like: Tensor) -> Tensor:
 
 
 def _walk(module: Module, prefix: str = "") -> Iterator[tuple[str, Module]]:
-    """Every module and its name, shared ones under each of their names, wrappers seen through."""
+    """Every module with its prefix, unwrapped; shared modules appear once for each name."""
     module = unwrap(module)
     yield prefix, module
     for name, child in module._modules.items():
@@ -94,7 +94,7 @@ def _walk(module: Module, prefix: str = "") -> Iterator[tuple[str, Module]]:
 
 
 class _Patterns:
-    """Names chosen by glob patterns or a function. Every pattern must match some name."""
+    """Names chosen by glob patterns or a function. Every pattern must match at least one name."""
 
     def __init__(self, option: str, choice: Choice) -> None:
         self.option = option
@@ -124,11 +124,10 @@ class _Patterns:
 
 
 class Tracking:
-    """The tensors of a model by name: those `averaged`, other `parameters`, other `buffers`.
+    """The tensors of a model by name: `averaged`, other `parameters` and other `buffers`.
 
-    Expanded ones, which cannot be written into, are only among the names.
-
-    A tensor with several names stands under the first; `aliases` leads from each name to it.
+    A tensor with several names is listed under the first; `aliases` maps every name to that one.
+    Expanded tensors, which cannot be written to, appear only in `aliases`.
     """
 
     def __init__(
@@ -155,7 +154,7 @@ class Tracking:
                         f"gives, got a pair of {type(name).__name__} and {type(tensor).__name__}"
                     )
                 if self._given[name] is not tensor:
-                    raise ValueError(f"{name}: expected each name once, got two tensors of it")
+                    raise ValueError(f"{name}: expected each name once, got two tensors with it")
         self._include = _Patterns("include", include)
         self._exclude = _Patterns("exclude", exclude)
         self._fsdp: list[Any] = []
@@ -181,7 +180,7 @@ class Tracking:
                     yield prefix + name, buffer, True
 
     def _look(self) -> _Seen:
-        """What there is now."""
+        """The tensors the model has now."""
         self.reshard()
         first: dict[int, str] = {}
         found: dict[str, tuple[Tensor, bool]] = {}
@@ -207,11 +206,11 @@ class Tracking:
             if name in chosen and numbers and (self._average_buffers or not is_buffer):
                 if expanded:
                     raise ValueError(
-                        f"{name}: expected a tensor whose elements are all its own, got an "
+                        f"{name}: expected a tensor with its own memory for each element, got an "
                         "expanded one; exclude it, or call contiguous() on it"
                     )
                 seen.averaged[name] = tensor
-            elif not expanded:  # nobody writes into those
+            elif not expanded:  # expanded tensors are never written to
                 (seen.buffers if is_buffer else seen.parameters)[name] = tensor
         return seen
 
@@ -230,14 +229,15 @@ class Tracking:
                 self._slots += [module._parameters, module._buffers, module._modules]
                 if isinstance(module, fsdp):
                     self._fsdp.append(module)
-        self._members = list(chain.from_iterable(map(dict.values, self._slots)))  # held: ids last
+        # kept alive, so that ids stay unique
+        self._members = list(chain.from_iterable(map(dict.values, self._slots)))
         self._ids = list(map(id, self._members))
 
     def is_current(self) -> bool:
-        """Whether the model holds the same tensors, at the same places in memory, as last seen.
+        """Whether the model still has the same tensors at the same places in memory.
 
-        Every one of them is compared, at some 250 ns each: `layer.weight = …`, a new submodule,
-        `load_state_dict(assign=True)`, `parameter.data = …` and `model.to(…)` all show.
+        This compares every tensor, at about 250 ns each. It notices `layer.weight = …`, a new
+        submodule, `load_state_dict(assign=True)`, `parameter.data = …` and `model.to(…)`.
         """
         self.reshard()
         return (
@@ -252,7 +252,8 @@ class Tracking:
     def refresh(self) -> bool:
         """Look again if the model changed; True if it did.
 
-        If it is not the same model any more, raise by name, and keep what was seen.
+        Raises:
+            ValueError: If names or shapes differ; nothing changes.
         """
         if self.is_current():
             return False
@@ -262,21 +263,24 @@ class Tracking:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the model, with its very tensors."""
+        """The model's state dict, with its own tensors."""
         if self.module is None:
             return dict(self._given)
         state: dict[str, Any] = self.module.state_dict(keep_vars=True)
         return state
 
     def slots(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """Where modules hold their parameters and buffers, and what they hold there now."""
+        """The dicts in which modules hold parameters and buffers, each with a copy."""
         of_tensors = [slots for i, slots in enumerate(self._slots) if i % 3 < 2]
         return [(slots, dict(slots)) for slots in of_tensors]
 
     def of(self, model: Source, options: Mapping[str, Any]) -> Tracking:
-        """Another model's tensors under the names of this one's; raise by name if they differ.
+        """Another model's tensors under the names of this one.
 
-        If this one was made of names and tensors, only those names count.
+        If this one was made from names and tensors, only those names count.
+
+        Raises:
+            ValueError: If names or shapes differ.
         """
         other = Tracking(model, **options)
         for attribute in ("averaged", "parameters", "buffers"):
@@ -287,8 +291,8 @@ class Tracking:
                     tied = self.aliases.get(alias, alias)
                     if found.setdefault(tied, its[name]) is not its[name]:
                         raise ValueError(
-                            f"model: {alias}: expected the tensor that is {tied}, too, as in the "
-                            "model that is averaged, got another one"
+                            f"model: {alias}: expected the same tensor as {tied}, as in the "
+                            "averaged model, got another one"
                         )
             check_names("model", {name: _shapes(tensor) for name, tensor in mine.items()}, found)
             setattr(other, attribute, found)
@@ -296,7 +300,7 @@ class Tracking:
         return other
 
     def reshard(self) -> None:
-        """Let FSDP drop the gathered weights that a forward pass left: shards are what counts."""
+        """Let FSDP drop the weights that a forward pass gathered, and go back to the shards."""
         for module in self._fsdp:
             module.reshard()
 
@@ -309,19 +313,19 @@ class _Seen(NamedTuple):
 
 
 def _shapes(tensor: Tensor) -> tuple[torch.Size, torch.Size]:
-    """Of the whole tensor, and of what this process holds of it."""
+    """The shape of a tensor, and that of this process's shard."""
     return tensor.shape, local(tensor).shape
 
 
 def check_names(
     what: str, expected: Mapping[str, tuple[torch.Size, torch.Size]], got: Mapping[str, Tensor]
 ) -> None:
-    """Raise a ValueError that names what is missing, unexpected, or of another shape."""
+    """Raise a ValueError that names the missing, unexpected or misshapen tensors."""
     if missing := [name for name in expected if name not in got]:
         raise ValueError(f"{what}: expected {_listed(missing)}, got none of that name")
     if unexpected := [name for name in got if name not in expected]:
         raise ValueError(
-            f"{what}: expected the names there were at first, got {_listed(unexpected)} too"
+            f"{what}: expected only the original names, got {_listed(unexpected)} as well"
         )
     for name, shapes in expected.items():
         if not isinstance(got[name], Tensor):
@@ -330,7 +334,7 @@ def check_names(
             if shape != its:
                 raise ValueError(
                     f"{what}: {name}: expected shape {tuple(shape)}, got {tuple(its)}; "
-                    "an average is of tensors that keep their shapes"
+                    "averaged tensors must keep their shapes"
                 )
 
 
