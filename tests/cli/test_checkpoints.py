@@ -313,8 +313,8 @@ def test_truncated_files(tmp_path):
         (length + stop - 1, "truncated in tensor 'frozen'"),
         (length + start + 1, "truncated in tensor 'frozen'"),
         (length - 5, "truncated in its header"),
-        (4, "no valid .safetensors file"),
-        (0, "no valid .safetensors file"),
+        (4, "not a valid .safetensors file"),
+        (0, "not a valid .safetensors file"),
     ):
         path.write_bytes(whole[:size])
         error = failed(tmp_path, *names, *ARGUMENTS)
@@ -353,7 +353,7 @@ def test_wrong_command_lines(tmp_path):
         (["nosuch.safetensors", *ARGUMENTS], "nosuch.safetensors"),
         ([*names, names[0], *ARGUMENTS], "step-1.safetensors twice"),
         ([*names, "--window", "1", "-o", names[1]], "which is one of them"),
-        ([*names, "--window", "1", "-o", "a.pt"], "all end in .safetensors"),
+        ([*names, "--window", "1", "-o", "a.pt"], "to end in .safetensors, or all"),
         ([*names, "--window", "1", "-o", "no/a.safetensors"], "expected an existing folder"),
         ([*names, "final.safetensors", *ARGUMENTS], "--sort name or --sort mtime"),
         ([*names, *ARGUMENTS, "--accumulators", "3"], "goes with --method anytime"),

@@ -131,7 +131,7 @@ def test_plot(tmp_path):
         (["--window", "5", "--count", "inf"], 2, "expected a whole number from 1"),
         (["--window", "5", "--count", "9", "--parameters", "-1"], 2, "--parameters"),
         (["--window", "5", "--count", "9", "--dtype", "float16"], 2, "float32"),
-        (["--window", "5", "--count", "9", "--at-most", "3"], 2, "--at-most goes with a fraction"),
+        (["--window", "5", "--count", "9", "--at-most", "3"], 2, "--at-most needs a fraction"),
         (["--window", "5", "--count", "9", "--plot", "w.xyz"], 2, "expected a file name that ends"),
         (["--window", "5", "--count", "9", "--plot", "no/w.svg"], 1, "no/w.svg: cannot write"),
     ],

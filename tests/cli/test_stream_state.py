@@ -257,7 +257,7 @@ def test_signals_save_the_state(tmp_path, options, number, code):
     assert ended == (
         code,
         "",
-        f"tailavg: stopped after line 20; the state up to there is in {state}\n",
+        f"tailavg: stopped after line 20; the state so far is in {state}\n",
     )
     after = done(*options, "--state", state, text=lines(LONG[20:40]))
     assert same_digits("".join(before) + after, done(*options, text=lines(LONG[:40])))
@@ -286,7 +286,7 @@ def test_a_bad_row_leaves_the_state_of_what_came_before(tmp_path):
     state = tmp_path / "state"
     output, told = failed("-w", "3", "--state", state, text="1\n2\nbad\n")
     assert output == "1\n1.5\n"
-    assert f"the state up to there is in {state}" in told
+    assert f"the state so far is in {state}" in told
     assert done("-w", "3", "--state", state, text="3\n") == "2\n"
 
 

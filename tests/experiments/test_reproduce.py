@@ -298,7 +298,7 @@ def folder(tmp_path_factory):
     done = CliRunner().invoke(app, ["reproduce", *OPTIONS, "--output", str(output)])
     assert done.exit_code == 0, done.output
     assert "At c = 0.5, exp falls" in done.stdout
-    assert f"The report: {output / 'report.html'}" in done.stdout.replace("\n", "")
+    assert f"Report: {output / 'report.html'}" in done.stdout.replace("\n", "")
     return output
 
 
@@ -395,7 +395,7 @@ def test_the_report_tells_a_command_that_gives_it():
     [
         (["--optimum", "x"], 2, 'expected a number or "normal"'),
         (["--step", "0"], 2, "step: expected a number above 0"),
-        (["--at", "61"], 2, "at most the 60 batches"),
+        (["--at", "61"], 2, "at most 60, the batches"),
         (["--step", "1e9"], 1, "too large: the iterates diverge; try a smaller --step"),
         (["--output", "/dev/null/x"], 1, "cannot write to /dev/null/x"),
     ],
@@ -449,7 +449,7 @@ def test_a_terminal_shows_progress_bars_on_stderr(tmp_path):
     assert "SGD with step 0.1" in shown
     assert "━" in shown
     assert "Figures and report" in shown
-    assert "The report:" in table
+    assert "Report:" in table
     assert "SGD" not in table
 
 

@@ -43,7 +43,7 @@ def checkpoints(
     windows: Annotated[
         str | None,
         typer.Option(
-            help="Several windows at once, such as 0.1,0.25,10, with a file for each; replaces --window."
+            help="Several windows, such as 0.1,0.25,10, with a file for each; replaces --window."
         ),
     ] = None,
     sort: Annotated[

@@ -67,7 +67,9 @@ def parse_windows(
     found: list[Window] = []
     for text in windows.split(","):
         if (one := parse_window(text)) in found:
-            raise typer.BadParameter(f"--windows: expected each window once, got {text.strip()} twice")
+            raise typer.BadParameter(
+                f"--windows: expected each window once, got {text.strip()} twice"
+            )
         found.append(one)
     return found
 

@@ -51,7 +51,9 @@ class Output(StrEnum):
 def profile(
     window: Annotated[
         str,
-        typer.Option(help="How many of the last samples to average (100), or which fraction (0.25)."),
+        typer.Option(
+            help="How many of the last samples to average (100), or which fraction (0.25)."
+        ),
     ],
     count: Annotated[
         str,
@@ -61,7 +63,8 @@ def profile(
         int | None, typer.Option(help="The largest window that a fraction grows to.")
     ] = None,
     accumulators: Annotated[
-        int, typer.Option(min=2, max=100, help="List the anytime method up to this many accumulators.")
+        int,
+        typer.Option(min=2, max=100, help="List the anytime method up to this many accumulators."),
     ] = 5,
     parameters: Annotated[
         str | None,
@@ -73,7 +76,9 @@ def profile(
     ] = Dtype.float32,
     plot: Annotated[
         Path | None,
-        typer.Option(help="Draw the weights to this file (.svg, .png, .pdf); needs the extra plot."),
+        typer.Option(
+            help="Draw the weights to this file (.svg, .png, .pdf); needs the extra plot."
+        ),
     ] = None,
     output: Annotated[Output, typer.Option(help="How to print the profiles.")] = Output.table,
 ) -> None:

@@ -34,7 +34,8 @@ def reproduce(
     ] = "normal",
     seed: Annotated[int, typer.Option(min=0, help="The seed of the random numbers.")] = 0,
     runs: Annotated[
-        int | None, typer.Option(min=2, help="Runs to average over; by default 100, or 20 with --quick.")
+        int | None,
+        typer.Option(min=2, help="Runs to average over; by default 100, or 20 with --quick."),
     ] = None,
     batches: Annotated[int, typer.Option(min=10, help="Batches in a run.")] = 1000,
     batch_size: Annotated[int, typer.Option(min=1, help="Samples in a batch.")] = 11,
@@ -93,7 +94,7 @@ def _point(text: str) -> Any:
 
 
 def _run(problem: Problem, at: int, quick: bool, output: Path) -> Result:
-    """Measure, draw and write to a folder inside `output`; move the files out when all are whole."""
+    """Measure, draw and write to a folder inside `output`; move the files out when whole."""
     from tempfile import TemporaryDirectory
 
     from rich.console import Console

@@ -72,9 +72,7 @@ def stream(
     ] = None,
     windows: Annotated[
         str | None,
-        typer.Option(
-            help="Several windows at once, such as 0.1,0.25,1.0; replaces --window."
-        ),
+        typer.Option(help="Several windows at once, such as 0.1,0.25,1.0; replaces --window."),
     ] = None,
     column: Annotated[
         list[str] | None,
@@ -128,7 +126,9 @@ def stream(
     else:
         reads = _share(chosen, method, accumulators)
     if column and fields:
-        raise typer.BadParameter("--column reads CSV, --field reads JSON lines: use only one of them")
+        raise typer.BadParameter(
+            "--column reads CSV, --field reads JSON lines: use only one of them"
+        )
     if by is not None and not (column or fields):
         raise typer.BadParameter("--by needs --column or --field")
     kind = CsvInput if column else JsonInput if fields else PlainInput
@@ -315,7 +315,7 @@ class Session:
     series: dict[str, list[Series]] = field(default_factory=dict)  # by key
     lines: int = 0  # read so far
     opened: bool = False  # whether any input has been read
-    headed: bool = False  # whether the header was written, in this run or before the state was saved
+    headed: bool = False  # whether the header was written, now or before a resume
     bad: int = 0  # skipped rows
     first_bad: str = ""
     error: str = ""  # why the session cannot go on

@@ -47,7 +47,7 @@ SMALLEST = 2.0**-11
 SUM = -1
 """Stands for the sum of the samples that are in no mean yet, in place of a block."""
 
-_REPLAYED = 1000  # blocks: they take a millisecond
+_TURNS, _MERGES = 300, 100  # that are replayed to check a state: they take a millisecond
 
 
 class Store(ABC):
@@ -171,7 +171,7 @@ class BlockClock(Clock):
         if not count or len(blocks) != places:
             return not count and blocks == [0] * places
         clock = BlockClock(rule)
-        if clock.advance(count, most=_REPLAYED // places):
+        if clock.advance(count, most=_MERGES if isinstance(rule, AnyTail) else _TURNS):
             return blocks == clock.blocks
         rising = blocks[0] >= 0 and all(a < b for a, b in pairwise([*blocks, count]))
         if not rising or count > rule.closes(blocks):

@@ -1,1 +1,1 @@
-"""The experiments of the paper, made with the library that users call: `tailavg reproduce`."""
+"""The experiments of the paper, run with the public library: `tailavg reproduce`."""

@@ -1,11 +1,11 @@
-"""What the paper's section "Experiments" says, as rows that measured errors decide.
+"""The claims of the paper's section "Experiments", each decided by measured errors.
 
-Curves are compared run by run, on the same iterates: the ratio of their errors is the geometric
-mean over runs of each run's own ratio, and its standard error is that of the paired logarithms. It
-is taken at the step where the curves are furthest apart. Two curves are apart there if they differ
-by more than `MARGIN`, which is what can be told on a log-log figure of four decades; a verdict
-stands when the ratio is on one side of the margin by two standard errors, and is "undecided"
-otherwise. The margin is a choice, so verdicts are told for `OTHER_MARGINS` as well.
+Curves are compared run by run, on the same iterates. The ratio of their errors is the geometric
+mean over runs of each run's ratio; its standard error is that of the paired logarithms. It is taken
+at the step where the curves are furthest apart. They count as apart if they differ by more than
+`MARGIN`, which is about what one can see on a log-log figure of four decades. A verdict needs the
+ratio to be two standard errors on one side of the margin; otherwise it is "undecided". The margin
+is a choice, so there are verdicts at `OTHER_MARGINS` too.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ __all__ = [
 MARGIN = 1.1
 OTHER_MARGINS = (1.05, 1.2)
 FIRST = 0.02
-"""Claims look at steps from this fraction of all on: earlier ones are averages of a few samples."""
+"""Claims ignore steps before this fraction of the run: they average only a few samples."""
 
 
 class Kind(StrEnum):
@@ -70,7 +70,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Claim:
-    """A sentence, and the ratio of errors that decides it: all of `over` by all of `under`."""
+    """A sentence, and the ratio of errors that decides it: all of `over` / all of `under`."""
 
     name: str
     sentence: str
@@ -88,7 +88,7 @@ class Claim:
             for curves in (self.over, self.under)
         )
         by = " / ".join(f"({part})" if " · " in part else part for part in parts)
-        return f"{by}, by the same at the end" if self.against_end else by
+        return f"{by}, divided by its value at the end" if self.against_end else by
 
 
 @dataclass(frozen=True)
@@ -105,14 +105,14 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Finding:
-    """A claim with the figure that decides it; there is none where SGD diverged."""
+    """A claim with the figure that decides it, or None if SGD diverged."""
 
     claim: Claim
     figure: Ratio | None
 
     @property
     def verdict(self) -> Verdict:
-        """At the margin of this module."""
+        """The verdict at `MARGIN`."""
         return self.verdict_at(MARGIN)
 
     def verdict_at(self, margin: float) -> Verdict:
@@ -130,13 +130,13 @@ class Finding:
 
 
 def ratios(logs: Reals) -> tuple[Reals, Reals]:
-    """The geometric mean over runs and its standard error, of log ratios (steps, runs)."""
+    """The geometric means over runs, and standard errors, of log ratios (steps, runs)."""
     ratio = np.exp(logs.mean(axis=1))
     return ratio, ratio * logs.std(axis=1, ddof=1) / math.sqrt(logs.shape[1])
 
 
 def judge(claim: Claim, errors: Errors) -> Finding:
-    """The step where the claim is put to the hardest test, and the ratio there."""
+    """The step that tests the claim hardest, and the ratio there."""
     over, under = (
         np.log(np.stack([errors[curve] for curve in curves])).sum(axis=0)
         for curves in (claim.over, claim.under)
@@ -207,22 +207,22 @@ CLAIMS = (
         (Curve("c = 0.5", "true"), Curve("c = 0.25", "exp")),
     ),
 )
-"""Every claim of the section, in the order of the paper."""
+"""Every claim of the section, in the paper's order."""
 
 
 def judge_all(errors: Errors) -> list[Finding]:
-    """Every claim, on the errors of `methods`."""
+    """Judge every claim on the errors of `methods`."""
     return [judge(claim, errors) for claim in CLAIMS]
 
 
 STEPS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5)
-"""The sweep: from steps that leave the noise ball far off to nearly the largest that converges."""
+"""The step sizes: from far too small to reach the noise ball to nearly divergent."""
 
 
 def sweep(
     problem: Problem, steps: Iterable[float], advance: Callable[[int], Any] = lambda _: None
 ) -> dict[float, list[Finding]]:
-    """Every claim at every step size, on the same batches."""
+    """Judge every claim at every step size, on the same batches."""
     found: dict[float, list[Finding]] = {}
     for step in steps:
         try:

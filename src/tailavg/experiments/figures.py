@@ -1,4 +1,4 @@
-"""The figures: the paper's two and three of ours, as panels that files and the report arrange."""
+"""The figures: two from the paper and three of ours, as panels for files and the report."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from tailavg.experiments.regression import (
 __all__ = ["Figure", "exact", "inline", "make", "mean", "samples_touched", "save"]
 
 INK, PAPER = "#1b1b1c", "#fefeff"
-"""Unlike any other colour, so that the report can have the page's own in their place."""
+"""Distinct from all other colours, so that the report can replace them by the page's own."""
 
-STYLES: dict[str, dict[str, Any]] = {  # colours of Okabe and Ito, told apart by dashes as well
+STYLES: dict[str, dict[str, Any]] = {  # Okabe and Ito's colours, and different dashes
     "true": {"color": INK, "linewidth": 4.5, "alpha": 0.3},
     "raw": {"color": "#e69f00", "linestyle": (0, (1, 1))},
     "exp": {"color": "#d55e00", "linestyle": "--", "zorder": 3},
@@ -54,7 +54,7 @@ TAIL_COLOURS = {
     0.5: "#0083cc",
     1.0: "#cc79a7",
 }
-"""The tails that are told apart, of those that are drawn."""
+"""The tails drawn in colour; the others are grey."""
 
 LOOK: dict[Any, Any] = {
     "svg.hashsalt": "tailavg",  # the same file from the same data
@@ -76,7 +76,7 @@ LOOK: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes, in words and as what draws it."""
+    """One pair of axes: its title, and the function that draws it."""
 
     title: str
     draw: Callable[[Axes], None]
@@ -94,7 +94,7 @@ class Figure:
 
 
 def make(errors: Errors, tails: Tails, at: int) -> list[Figure]:
-    """The figures from what was measured; that of weights is of step `at`."""
+    """The figures for these measurements; the figure of weights shows step `at`."""
     total = len(next(iter(errors.values())))
     return [
         _comparison(
@@ -145,13 +145,13 @@ def _margins(axes: Axes) -> None:
 
 
 def _span(errors: Errors) -> tuple[int, int]:
-    """The steps that claims look at, first and last."""
+    """The first and last step that claims consider."""
     total = len(next(iter(errors.values())))
     return max(1, math.ceil(FIRST * total)), total
 
 
 def _steps_axis(axes: Axes) -> None:
-    """A log axis of few decades, with plain numbers."""
+    """Format a log axis over few decades with plain numbers."""
     axes.set(xscale="log", xlabel="batches t")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(ScalarFormatter())
@@ -164,7 +164,7 @@ def exact(window: str) -> Curve:
 
 
 def _of(errors: Errors, window: str) -> list[tuple[str, dict[str, Any], Reals]]:
-    """The paper's curves on a window: name, style, errors; the exact one first, to lie below."""
+    """The paper's curves for a window: name, style, errors; the exact one first, at the bottom."""
     found = [
         (curve.method, STYLES[curve.method.removesuffix("k")], values)
         for curve, values in errors.items()
@@ -209,7 +209,7 @@ def _comparison(
 
 
 def samples_touched(rule: WindowRule, steps: Iterable[int]) -> Reals:
-    """How many samples back the oldest of any weight is, at each of `steps`."""
+    """How many samples back the average reaches, at each of `steps`."""
     average, touched = TailAverage(rule), []
     for t in steps:
         average.update_many(np.zeros(t - average.count))
@@ -252,8 +252,8 @@ def _turns(errors: Errors) -> Figure:
     return Figure(
         "figure3",
         "Figure 3: the paper's turns and balanced turns, at equal memory",
-        "With 2 to 6 accumulators: the error by that of the exact window, mean over runs; "
-        "and how far back the average reaches, by the size of the window. Grey: the exact window. "
+        "With 2 to 6 accumulators: the error relative to the exact window, mean over runs; "
+        "and how far back the average reaches, in windows. Grey: the exact window. "
         "With 2 accumulators both kinds of turns are the same.",
         tuple(tuple(panel(window, kind, row) for kind in KINDS) for window, row in rows),
         (2.8,) * len(rows),
@@ -282,7 +282,7 @@ def _weights(total: int, at: int) -> Figure:
                 axes.plot(age, heights, drawstyle=steps, label=curve.method, **STYLES[method])
             axes.set(xlabel="age of the sample", ylabel="weight, thousandths")
             axes.set_xlim(-0.03 * reach, 1.25 * reach)
-            # one sample that weighs nearly all, as raw before its tail, would flatten the rest
+            # a sample with nearly all the weight, as in raw before its tail, would flatten the rest
             axes.set_ylim(0, 1000 * 3.0 / rules[truth].size(at))
             axes.legend(loc="upper right")
 
@@ -335,11 +335,11 @@ def _tails(tails: Tails, span: tuple[int, int]) -> Figure:
         "Figure 5: every tail, and the best in hindsight",
         f"Ours, not in the paper: {len(FRACTIONS)} tails from the last {FRACTIONS[0]:.0%} to all, "
         f"read from one set of {EVERY_TAIL.accumulators} accumulators in one pass, mean over runs. "
-        "Thin lines: fractions in between. Which is best is told from the true error, so it is "
-        "known in hindsight only. Here the "
+        "Thin lines: fractions in between. The best is chosen by the true error, so it is known "
+        "only in hindsight. Here the "
         f"best goes from c = {FRACTIONS[tails.best[span[0] - 1]]} at t = {span[0]} to "
-        f"c = {FRACTIONS[tails.best[-1]]} at the end. Of fixed choices c = {FRACTIONS[safest]} "
-        f"is never more than {ratio[safest]:.2f} times the best, the least of all.",
+        f"c = {FRACTIONS[tails.best[-1]]} at the end. The safest fixed choice is "
+        f"c = {FRACTIONS[safest]}, never more than {ratio[safest]:.2f} times the best.",
         (
             (
                 Panel("every tail: excess error", excess),
@@ -362,7 +362,7 @@ def save(figure: Figure, folder: Path) -> list[Path]:
 
 
 def _draw(rows: tuple[tuple[Panel, ...], ...], heights: tuple[float, ...], width: float) -> Canvas:
-    """The panels on a grid. Room for labels is in inches: a layout engine is slow."""
+    """Draw the panels on a grid, with margins in inches: a layout engine is slow."""
     tall = sum(heights)
     canvas = Canvas(figsize=(width, tall))
     grid = canvas.subplots(len(rows), len(rows[0]), squeeze=False, height_ratios=heights)
@@ -381,7 +381,7 @@ def _draw(rows: tuple[tuple[Panel, ...], ...], heights: tuple[float, ...], width
 
 
 def inline(panel: Panel, height: float) -> str:
-    """A panel as SVG for a page, whose own colours it takes for ink and paper."""
+    """A panel as SVG for a page, with the page's own colours for ink and paper."""
     with mpl.rc_context(LOOK):
         text = io.StringIO()
         canvas = _draw(((panel,),), (height,), width=4.6)

@@ -1,4 +1,4 @@
-"""The paper's problem: least squares by SGD with a constant step, and the error of each average."""
+"""The paper's problem: least squares by SGD with a constant step, and each average's error."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ KINDS: tuple[Literal["paper", "balanced"], ...] = ("paper", "balanced")
 
 EVERY_TAIL = AnyTail(16, shortest=0.05)
 FRACTIONS = (0.05, 0.07, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
-"""The tails that are read from it."""
+"""The tails to read from it."""
 
 CHUNK = 250_000
-"""How many numbers the averages take at once: few enough to stay in cache."""
+"""How many numbers the averages take at once: few enough for the cache."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What fixes the iterates. The paper gives all but `step`, `start`, `optimum` and `seed`.
+    """All that determines the iterates. `step`, `start`, `optimum` and `seed` are not in the paper.
 
-    `start` (w₀) and `optimum` (w*) are a number for all coordinates, or "normal": drawn from
-    N(0, I), for each run anew.
+    `start` (w₀) and `optimum` (w*) are a number for all coordinates, or "normal": a draw from
+    N(0, I) for each run.
     """
 
     step: float = 0.1
@@ -73,7 +73,7 @@ class Problem:
 
 
 class DivergedError(ArithmeticError):
-    """The step is too large: the error of an iterate is no longer a number."""
+    """The step is too large: the error of an iterate is not finite."""
 
 
 class Regression:
@@ -93,12 +93,12 @@ class Regression:
         return np.full(shape, float(point))
 
     def excess(self, w: Reals) -> Reals:
-        """How far the loss of w, of shape (…, runs, d), is above the least: (w-w*)ᵀH(w-w*)."""
+        """The loss of w, of shape (…, runs, d), above the minimum: (w-w*)ᵀH(w-w*)."""
         excess: Reals = np.square(w - self.optimum) @ self.curvature
         return excess
 
     def batches(self) -> Iterator[tuple[Reals, Reals]]:
-        """x of shape (runs, batch, d) and y of shape (runs, batch), batch after batch.
+        """Batch after batch, x of shape (runs, batch, d) and y of shape (runs, batch).
 
         The same seed gives the same batches, whatever the step.
         """
@@ -127,7 +127,7 @@ class Regression:
 
 
 class Curve(NamedTuple):
-    """A method on a window: "awa3" on "c = 0.5"."""
+    """A method and its window, such as "awa3" on "c = 0.5"."""
 
     window: str
     method: str
@@ -138,7 +138,7 @@ Errors = Mapping[Curve, Reals]
 
 
 def methods(total: int) -> dict[Curve, WindowRule]:
-    """The averages of the paper's two figures, under its names."""
+    """The averages in the paper's two figures, with the paper's names."""
     rules: dict[Curve, WindowRule] = {}
     for k in (10, 100):
         rules[Curve(f"k = {k}", "expk")] = Exponential(k)
@@ -154,7 +154,7 @@ def methods(total: int) -> dict[Curve, WindowRule]:
 
 
 def turns() -> dict[Curve, WindowRule]:
-    """The two kinds of turns, at equal memory."""
+    """Both kinds of turns, at equal memory."""
     return {
         Curve(f"c = {c}", f"{kind} {accumulators}"): AnytimeWindow(c, accumulators, turns=kind)
         for c in (0.25, 0.5)
@@ -170,7 +170,7 @@ def measure(
 ) -> dict[Curve, Reals]:
     """The excess error of every average at every step of every run, all on the same iterates.
 
-    `advance` is told of the batches that are done, as they are.
+    `advance` is called with the number of batches done since its last call.
     """
     regression = Regression(problem)
     averages = {curve: TailAverage(rule) for curve, rule in rules.items()}
@@ -202,19 +202,19 @@ class Tails:
 
     @property
     def best(self) -> npt.NDArray[np.intp]:
-        """The tail with the least error at each step, one for all runs: known in hindsight only."""
+        """The tail with the least error at each step, over all runs: known only in hindsight."""
         best: npt.NDArray[np.intp] = self.error.argmin(axis=0)
         return best
 
     @property
     def least(self) -> Reals:
-        """Its error."""
+        """The error of the best tail."""
         least: Reals = self.error.min(axis=0)
         return least
 
 
 def measure_tails(problem: Problem) -> Tails:
-    """Read every tail at every step from one average, on the iterates that `measure` has."""
+    """Read every tail at every step from one average, on the same iterates as `measure`."""
     regression = Regression(problem)
     average = TailAverage(EVERY_TAIL)
     parts = []

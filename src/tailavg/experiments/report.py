@@ -1,4 +1,4 @@
-"""What a reader gets: a page that needs nothing else, figures, curves and claims, in one folder."""
+"""The output folder: a self-contained page, figures, curves and claims."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MARKS = {Verdict.holds: "✓", Verdict.fails: "✗", Verdict.undecided: "?", Ver
 
 @dataclass(frozen=True)
 class Result:
-    """A run of the experiments: the problem, what was measured, the claims by step size."""
+    """A run of the experiments: the problem, the errors, and the claims by step size."""
 
     problem: Problem
     at: int
@@ -42,12 +42,12 @@ class Result:
 
     @cached_property
     def tails(self) -> Tails:
-        """Every tail at the problem's own step size: measured on first use."""
+        """Every tail at the problem's own step size, measured on first use."""
         return measure_tails(self.problem)
 
     @property
     def command(self) -> str:
-        """The command line that gives these numbers."""
+        """The command that reproduces these numbers."""
         given = {
             field.name: getattr(self.problem, field.name)
             for field in fields(Problem)
@@ -59,7 +59,7 @@ class Result:
 
 
 def write(result: Result, folder: Path, advance: Callable[[int], Any] = lambda _: None) -> None:
-    """Write everything to a folder that exists; `advance` is told of each of the figures."""
+    """Write everything to an existing folder; call `advance` after each figure."""
     drawn = figures.make(result.errors, result.tails, result.at)
     for figure in drawn:
         figures.save(figure, folder)
@@ -220,35 +220,35 @@ def _page(result: Result, drawn: list[figures.Figure]) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>Anytime Tail Averaging: the experiments</title><style>{STYLE}</style></head><body>
 <h1>Anytime Tail Averaging: the experiments</h1>
-<p>The experiments of the paper by Nicolas Le Roux, drawn by the library <em>tailavg</em>. Of the
+<p>The experiments of the paper by Nicolas Le Roux, run with the library <em>tailavg</em>. Of the
 {len(findings)} claims of its experimental section, {holding} hold here at the chosen step size.</p>
 <h2>The problem</h2>
 <p>Minimise E(xᵀw − y)² by SGD with a constant step, for x ~ N(0, H), H = diag(1/i) in
 {problem.dimension} dimensions, y ~ N(xᵀw*, ε), ε² = {problem.noise:g}, in {problem.batches} batches
 of {problem.batch_size}; {problem.runs} runs. The excess error of an average w is
-(w − w*)ᵀH(w − w*). All averages see the same iterates, w<sub>1</sub> being the one after the first
-batch.</p>
+(w − w*)ᵀH(w − w*). All averages see the same iterates, starting with w<sub>1</sub>, the one after
+the first batch.</p>
 <p><strong>Not in the paper, and chosen here:</strong> the step size, {problem.step:g} on the
 gradient 2x(xᵀw − y) averaged over the batch; the start w₀, {_point(problem.start)}; the solution
 w*, {_point(problem.optimum)}; the seed, {problem.seed}. The claims depend on them: see the last
 table.</p>
 <h2>The claims</h2>
 <p>Each ratio of errors is a geometric mean over runs of the ratio within a run, ± its standard
-error, at the step t where the curves are furthest apart. Curves are apart if that is by more than
-{MARGIN - 1:.0%}; a verdict needs two standard errors on one side, and is “undecided” otherwise.
-The margin was chosen after a look at the ratios of first runs, so it is a scale and not a test set
-up in advance: below each verdict are those at other margins.</p>
+error, at the step t where the curves are furthest apart. Curves count as apart if they differ by
+more than {MARGIN - 1:.0%}. A verdict needs two standard errors on one side; otherwise it is
+“undecided”. The margin was chosen after looking at the ratios of first runs, so it is a scale, not
+a test planned in advance. Below each verdict are those at other margins.</p>
 <table class=claims><thead><tr><th>The paper says<th>Ratio of errors<th>Verdict</tr></thead>
 <tbody>{claims}</tbody></table>
 {pictures}
 <h2>The claims at other step sizes</h2>
-<p>✓ holds, ✗ does not hold, ? undecided, – diverged; with the ratio that decides.</p>
+<p>✓ holds, ✗ does not hold, ? undecided, – diverged, each with the deciding ratio.</p>
 <div class=wide><table class=sweep><thead><tr><th>Step size{heads}</tr></thead>
 <tbody>{sweep}</tbody></table></div>
-<h2>How to get this page</h2>
+<h2>How to reproduce this page</h2>
 <pre>{escape(result.command)}</pre>
 <p><small>{versions}. The curves are in curves.csv, those of Figure 5 in tails.csv, and the
-claims in claims.json, beside this page.
+claims in claims.json, next to this page.
 </small></p>
 </body></html>
 """
