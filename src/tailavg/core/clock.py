@@ -166,7 +166,7 @@ class BlockClock(Clock):
         return True
 
     def _possible(self, blocks: list[int], count: int) -> bool:
-        """Whether these are the blocks after so many samples; after many turns, whether they can be."""
+        """Whether these are the blocks at that count; after many turns, whether they can be."""
         rule, places = self.rule, self.rule.accumulators
         if not count or len(blocks) != places:
             return not count and blocks == [0] * places

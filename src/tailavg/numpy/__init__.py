@@ -1,6 +1,6 @@
 """Averages of numbers and NumPy arrays."""
 
+from tailavg.numpy import stores as stores  # which an average becomes
 from tailavg.numpy.average import TailAverage
-from tailavg.numpy.stores import Stored
 
-__all__ = ["Stored", "TailAverage"]
+__all__ = ["TailAverage"]

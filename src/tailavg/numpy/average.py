@@ -102,9 +102,10 @@ class TailAverage:
         """
         sample = self._checked(x)
         if sample is not None:
-            number = not (sample.shape or isinstance(x, np.ndarray))
-            self._begin(None if number else sample.shape, sample.dtype)
-            self.update(x)
+            if not self._count:
+                number = not (sample.shape or isinstance(x, np.ndarray))
+                self._begin(None if number else sample.shape, sample.dtype)
+            self._add(sample)
 
     def value(self, window: AnyWindow | None = None) -> Any:
         """The average now: a float, or a new array. An `AnyTail` is asked for a window.
@@ -114,7 +115,10 @@ class TailAverage:
             Traceback (most recent call last):
             ValueError: value: expected at least one sample before the first read, got none
         """
-        raise layout.nothing_yet("value")
+        if not self._count:
+            raise layout.nothing_yet("value")
+        average = self._average(window)
+        return average.item() if self._shape is None else average
 
     def update_many(self, xs: Any) -> None:
         """Take many samples, along the first axis: as `update` with each, but much faster.
@@ -125,9 +129,9 @@ class TailAverage:
             >>> average.value()
             949.5
         """
-        samples = numbers(xs, "samples")
-        if self._begin_with(samples):
-            self.update_many(samples)
+        rows, _ = self._checked_rows(numbers(xs, "samples"))
+        if len(rows):
+            self._add_rows(rows)
 
     def scan(self, xs: Any, window: Windows = None) -> Array:
         """Take many samples, and return the average after each.
@@ -138,12 +142,24 @@ class TailAverage:
             >>> TailAverage(2).scan([1.0, 3.0, 5.0, 7.0])
             array([1., 2., 4., 6.])
         """
-        samples = numbers(xs, "samples")
-        rows, _ = self._checked_rows(samples)
-        windows = self._checked_windows(window, len(rows))
-        if self._begin_with(samples):
-            return self.scan(samples, window)
-        every = np.full((len(windows), *samples.shape), np.nan)  # all were left out
+        before = self._count
+        rows, kept = self._checked_rows(numbers(xs, "samples"))
+        windows: list[Any] = list(window) if isinstance(window, list | tuple) else [window]
+        if not windows:
+            raise ValueError("window: expected at least one, got none")
+        for one in windows:
+            windowed(self.rule, one, self._count + len(rows))
+        values = [self.value(one) if before else np.nan for one in windows]
+        out: Array = np.empty((len(windows), *rows.shape), self._dtype)
+        if len(rows):
+            self._scan_rows(rows, windows, out)
+        shape = np.shape(xs)[1:]
+        every = out.reshape(len(windows), len(rows), *shape)
+        if kept is not None:  # a sample that is left out leaves the average as it was
+            first = np.empty((len(windows), 1, *shape), every.dtype)
+            for averages, value in zip(first, values, strict=True):
+                averages[0] = value
+            every = np.concatenate([first, every], axis=1)[:, np.cumsum(kept)]
         return every if isinstance(window, list | tuple) else every[0]
 
     @property
@@ -216,9 +232,10 @@ class TailAverage:
             >>> resumed.value()
             4.0
         """
-        return self._state([], 0, 0.0)
-
-    def _state(self, blocks: Any, folded: int, partial: Any) -> dict[str, Any]:
+        shape = self._shape or ()
+        means, folded, partial = self._held()
+        blocks = np.array([np.broadcast_to(mean, shape) for mean in means], self._dtype)
+        partial = np.array(np.broadcast_to(partial, shape), self._dtype)
         return layout.state(
             self.rule,
             nan_policy=self._nan_policy,
@@ -226,9 +243,9 @@ class TailAverage:
             scalar=self._shape is None,
             count=self._count,
             starts=self._starts,
-            blocks=blocks,
+            blocks=blocks.tolist() if self._shape is None else blocks,
             folded=folded,
-            partial=partial,
+            partial=partial.tolist() if self._shape is None else partial,
         )
 
     @classmethod
@@ -278,9 +295,6 @@ class TailAverage:
             average._restore(blocks.astype(average._dtype), partial.astype(average._dtype))
         return average
 
-    def _restore(self, blocks: Array, partial: Array) -> None:
-        """Hold these means and this sum: of no sample, none."""
-
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state to one file (npz, no pickle), whole or not at all."""
         layout.write_file(path, self.state_dict())
@@ -327,7 +341,29 @@ class TailAverage:
         shape = f" of shape {self._shape}" if self._shape else ""
         return f"<TailAverage({', '.join(options)}): {samples}{shape}>"
 
-    # The first sample.
+    # What a store fills in. Samples reach it checked, as arrays, or as the rows of a matrix.
+
+    def _make_room(self) -> None:
+        """Hold no sample, in room for samples of this shape and dtype."""
+
+    def _add(self, sample: Array) -> None:
+        """Take one sample."""
+
+    def _add_rows(self, rows: Array) -> None:
+        """Take many."""
+
+    def _scan_rows(self, rows: Array, windows: list[AnyWindow | None], out: Array) -> None:
+        """Take many, and write the averages over each window after each of them."""
+
+    def _average(self, window: AnyWindow | None) -> Any:
+        """The average over a window, a new array or a number."""
+
+    def _held(self) -> tuple[Sequence[Any], int, Any]:
+        """The means, the step up to which samples are in them, and the sum of those since."""
+        return [], 0, 0.0
+
+    def _restore(self, blocks: Array, partial: Array) -> None:
+        """Hold these means and this sum. The clock has been restored."""
 
     def __init_subclass__(cls, clock: type[Clock] | None = None, numbers: bool = False) -> None:
         """A store names the clock that it follows, and whether it is for numbers or arrays."""
@@ -343,16 +379,6 @@ class TailAverage:
         numbers = shape is None and self._dtype in (np.float64, np.complex128)
         self.__class__ = self._stores[type(self._clock), numbers]
         self._make_room()
-
-    def _begin_with(self, samples: Array) -> bool:
-        """Begin with the first of many samples; False if all are left out."""
-        rows, _ = self._checked_rows(samples)
-        if len(rows):
-            self._begin(samples.shape[1:] if samples.ndim > 1 else None, samples.dtype)
-        return bool(len(rows))
-
-    def _make_room(self) -> None:
-        """Make room for samples of this shape and dtype: of no sample, none."""
 
     # Checks.
 
@@ -371,32 +397,26 @@ class TailAverage:
             return None
         return sample
 
-    def _checked_rows(self, rows: Array) -> tuple[Array, npt.NDArray[np.bool_] | None]:
-        """Samples as rows of a matrix; and which were kept, if any was left out."""
-        if rows.ndim == 0:
-            raise ValueError(f"samples: expected a sequence of them, got the number {rows}")
-        if len(rows) == 0:
+    def _checked_rows(self, xs: Array) -> tuple[Array, npt.NDArray[np.bool_] | None]:
+        """Samples as rows of a matrix; and which are kept, if any is left out."""
+        if xs.ndim == 0:
+            raise ValueError(f"samples: expected a sequence of them, got the number {xs}")
+        if len(xs) == 0:
             raise ValueError("samples: expected at least one, got an empty chunk")
-        self._check_kind(rows.shape[1:], rows.dtype)
-        matrix: Array = rows.reshape(len(rows), math.prod(rows.shape[1:]))
-        if self._nan_policy == "propagate" or not (bad := np.isnan(matrix).any(axis=1)).any():
-            return matrix, None
-        if self._nan_policy == "raise":
-            raise ValueError(
-                f"samples: expected no NaN (nan_policy='raise'), got {int(bad.sum())} samples "
-                f"with NaN, the first at index {int(bad.argmax())}"
-            )
-        kept = np.logical_not(bad)
-        return matrix[kept], kept
-
-    def _checked_windows(self, window: Windows, samples: int) -> list[AnyWindow | None]:
-        """The windows that are asked for, if all can be read after so many more samples."""
-        windows: list[Any] = list(window) if isinstance(window, list | tuple) else [window]
-        if not windows:
-            raise ValueError("window: expected at least one, got none")
-        for one in windows:
-            windowed(self.rule, one, self._count + samples)
-        return windows
+        self._check_kind(xs.shape[1:], xs.dtype)
+        rows: Array = xs.reshape(len(xs), math.prod(xs.shape[1:]))
+        kept = None
+        if self._nan_policy != "propagate" and (bad := np.isnan(rows).any(axis=1)).any():
+            if self._nan_policy == "raise":
+                raise ValueError(
+                    f"samples: expected no NaN (nan_policy='raise'), got {int(bad.sum())} samples "
+                    f"with NaN, the first at index {int(bad.argmax())}"
+                )
+            kept = np.logical_not(bad)
+            rows = rows[kept]
+        if not self._count and len(rows):
+            self._begin(xs.shape[1:] if xs.ndim > 1 else None, xs.dtype)
+        return rows, kept
 
     def _check_kind(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         if self._count and shape != (self._shape or ()):

@@ -14,80 +14,19 @@ from tailavg.core.rules import AnyTail, window_of
 from tailavg.core.windows import AnyWindow
 from tailavg.numpy import scan as scans
 from tailavg.numpy.arithmetic import Array, aligned_zeros, joined, sum_rows, wide
-from tailavg.numpy.average import TailAverage, Windows, numbers
+from tailavg.numpy.average import TailAverage
 
-__all__ = ["Arrays", "DecayingArrays", "DecayingNumbers", "Numbers", "Samples", "Stored"]
+__all__ = ["Arrays", "DecayingArrays", "DecayingNumbers", "Folding", "Numbers", "Samples"]
 
 _add, _multiply, _ndarray = np.add, np.multiply, np.ndarray  # a look-up less in each update
 
 
-class Stored(TailAverage):
-    """An average that has samples. A new store fills in the methods that are abstract here.
-
-    What reaches them is checked: a sample is an array, samples are the rows of a matrix.
-    """
-
-    __slots__ = ()
-
-    _dtype: np.dtype[Any]
-
-    def update(self, x: Any) -> None:
-        sample = self._checked(x)
-        if sample is not None:
-            self._add(sample)
-
-    def value(self, window: AnyWindow | None = None) -> Any:
-        average = self._average(window)
-        return average.item() if self._shape is None else average
-
-    def update_many(self, xs: Any) -> None:
-        rows, _ = self._checked_rows(numbers(xs, "samples"))
-        if len(rows):
-            self._add_rows(rows)
-
-    def scan(self, xs: Any, window: Windows = None) -> Array:
-        rows, kept = self._checked_rows(numbers(xs, "samples"))
-        windows = self._checked_windows(window, len(rows))
-        before = [self.value(one) if self._count else np.nan for one in windows]
-        out: Array = np.empty((len(windows), len(rows), rows.shape[1]), self._dtype)
-        if len(rows):
-            self._scan_rows(rows, windows, out)
-        every = out.reshape(len(windows), len(rows), *(self._shape or ()))
-        if kept is not None:  # a sample that is left out leaves the average as it was
-            first = np.reshape(before, (len(windows), 1, *(self._shape or ()))).astype(self._dtype)
-            every = np.concatenate([first, every], axis=1)[:, np.cumsum(kept)]
-        return every if isinstance(window, list | tuple) else every[0]
-
-    @abstractmethod
-    def _make_room(self) -> None:
-        """Hold no sample, in room for samples of this shape and dtype."""
-
-    @abstractmethod
-    def _add(self, sample: Array) -> None:
-        """Take one sample."""
-
-    @abstractmethod
-    def _add_rows(self, rows: Array) -> None:
-        """Take many."""
-
-    @abstractmethod
-    def _scan_rows(self, rows: Array, windows: list[AnyWindow | None], out: Array) -> None:
-        """Take many, and write the averages over each window after each of them."""
-
-    @abstractmethod
-    def _average(self, window: AnyWindow | None) -> Any:
-        """The average over a window, a new array or a number."""
-
-    @abstractmethod
-    def _restore(self, blocks: Array, partial: Array) -> None:
-        """Hold these means and this sum. The clock has been restored."""
-
-
-class Folding(Stored, Store):
+class Folding(TailAverage, Store):
     """A sum, and a mean for each of the clock's blocks: 0.0 where nothing is folded."""
 
     __slots__ = ()
 
+    _dtype: np.dtype[Any]
     _clock: Any  # a BlockClock or a DecayClock
     _means: list[Any]
     _sum: Any
@@ -143,14 +82,9 @@ class Folding(Stored, Store):
             value += weight * (self._sum if block == SUM else self._means[block])
         return value
 
-    def state_dict(self) -> dict[str, Any]:
-        clock, shape = self._now, self._shape or ()
-        held = self._means[len(self._means) - len(clock.starts) :]
-        blocks = np.array([np.broadcast_to(mean, shape) for mean in held], self._dtype)
-        partial = np.array(np.broadcast_to(self._sum, shape), self._dtype)
-        if self._shape is None:
-            return self._state(blocks.tolist(), clock.folded, partial.tolist())
-        return self._state(blocks, clock.folded, partial)
+    def _held(self) -> tuple[list[Any], int, Any]:
+        clock = self._now
+        return self._means[len(self._means) - len(clock.starts) :], clock.folded, self._sum
 
     def _restore(self, blocks: Array, partial: Array) -> None:
         empty = len(self._means) - len(blocks)
@@ -307,7 +241,7 @@ class Numbers(Folding, clock=BlockClock, numbers=True):
             self._sum += float(x)
             self._count = t + 1
             return
-        Stored.update(self, x)
+        TailAverage.update(self, x)
 
     def value(self, window: AnyWindow | None = None) -> Any:
         t = self._count
@@ -358,7 +292,7 @@ class DecayingNumbers(Numbers, clock=DecayClock, numbers=True):
             self._sum += x * clock.factors[t - clock.folded]
             self._count = t + 1
             return
-        Stored.update(self, x)
+        TailAverage.update(self, x)
 
     def value(self, window: AnyWindow | None = None) -> Any:
         clock = self._clock
@@ -408,7 +342,7 @@ class Arrays(Folding, clock=BlockClock):
             _add(self._sum, x, self._sum)
             self._count = t + 1
             return
-        Stored.update(self, x)
+        TailAverage.update(self, x)
 
 
 class DecayingArrays(Arrays, clock=DecayClock):
@@ -431,14 +365,15 @@ class DecayingArrays(Arrays, clock=DecayClock):
             _add(self._sum, self._scratch, self._sum)
             self._count = t + 1
             return
-        Stored.update(self, x)
+        TailAverage.update(self, x)
 
 
-class Samples(Stored):
+class Samples(TailAverage):
     """The last samples themselves, in order; the newest stands just before `_end`."""
 
     __slots__ = ()
 
+    _dtype: np.dtype[Any]
     _clock: SampleClock
     _buffer: Array
     _end: int
@@ -481,11 +416,8 @@ class Samples(Stored):
         scans.exact(self._clock, self._kept, rows, out[0])
         self._add_rows(rows)
 
-    def state_dict(self) -> dict[str, Any]:
-        held = self._kept.reshape(len(self._kept), *(self._shape or ()))
-        if self._shape is None:
-            return self._state(held.tolist(), self._count, 0.0)
-        return self._state(held.copy(), self._count, np.zeros(self._shape, self._dtype))
+    def _held(self) -> tuple[Any, int, float]:
+        return self._kept.reshape(len(self._kept), *(self._shape or ())), self._count, 0.0
 
     def _restore(self, blocks: Array, partial: Array) -> None:
         if partial.any():
