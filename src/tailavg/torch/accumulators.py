@@ -388,10 +388,10 @@ class _Group:
 
     def turn(self, gone: int, weight: float) -> None:
         """Open a block in the memory of one that is dropped or merged."""
-        mean = self.means.pop(gone)
+        means = self.means
         if weight:
-            self.means[gone - 1].mul_(1.0 - weight).add_(mean, alpha=weight)
-        self.means.append(mean)
+            means[gone - 1].mul_(1.0 - weight).add_(means[gone], alpha=weight)
+        self.means = [*means[:gone], *means[gone + 1 :], means[gone]]
         self.sum.zero_()
 
     def write(

@@ -39,18 +39,14 @@ def _round_up(size: int, unit: int = mmap.PAGESIZE) -> int:
 
 
 class Aside:
-    """Copies of tensors, or of parts of them, to put back later.
-
-    While nothing is kept, the system may reclaim the memory (MADV_FREE). If it did not, the next
-    use need not clear the pages again, which would cost more than the copies themselves.
-    """
+    """Copies of tensors, or of parts of them, to put back later."""
 
     def __init__(self) -> None:
-        self.holds = False
-        self._pages: mmap.mmap | None = None
-        self._clear()
+        self.close()
 
-    def _clear(self) -> None:
+    def close(self) -> None:
+        """Forget the copies, and free their memory."""
+        self.holds = False
         self._rooms: dict[torch.device, Tensor] = {}
         self._used: dict[torch.device, int] = {}
         self._kept: list[tuple[Tensor, Tensor]] = []
@@ -64,12 +60,7 @@ class Aside:
         self._device = device
         for place, size in sizes.items():
             pinned = place.type == "cpu" and any(t.device.type != "cpu" for t in tensors)
-            if place.type != "cpu" or pinned:
-                self._rooms[place] = empty(size, torch.uint8, place, pinned=pinned)
-                continue
-            if self._pages is None or len(self._pages) < size:
-                self._pages = _pages(size)
-            self._rooms[place] = torch.frombuffer(self._pages, dtype=torch.uint8)
+            self._rooms[place] = empty(size, torch.uint8, place, pinned=pinned)
         self._used = dict.fromkeys(self._rooms, 0)
         self.holds = True
 
@@ -99,16 +90,3 @@ class Aside:
         """Restore what every tensor held."""
         for tensor, room in self._kept:
             tensor.copy_(room)
-
-    def close(self) -> None:
-        """Forget the copies."""
-        self._clear()
-        self.holds = False
-        if self._pages is not None and hasattr(mmap, "MADV_FREE"):
-            self._pages.madvise(mmap.MADV_FREE)
-        else:
-            self._pages = None
-
-    def __getstate__(self) -> dict[str, object]:
-        """Leave the memory out of copies and pickles, unless it holds something."""
-        return self.__dict__ | ({} if self.holds else {"_pages": None})
