@@ -1,4 +1,4 @@
-"""Draw the figures of the documentation, with the library: `make figures`."""
+"""Draw the figures of the documentation with the library: `make figures`."""
 
 import csv
 from itertools import pairwise
@@ -76,13 +76,13 @@ def turns() -> None:
 
 
 def blocks() -> None:
-    """How the blocks of `AnyTail` merge as the stream goes on, and what windows read of them."""
+    """How the blocks of `AnyTail` merge over time, and what windows read from them."""
     rule, last, at = AnyTail(8), 120, 100
     windows = {0.1: "C1", 0.3: "C0", 0.6: "#8b2f8f"}
     figure, (above, below) = plt.subplots(
         2, 1, figsize=(9, 7), height_ratios=(3, 1), sharex=True, layout="constrained"
     )
-    lives: dict[tuple[int, int], tuple[int, int]] = {}  # a block, the steps at which it is there
+    lives: dict[tuple[int, int], tuple[int, int]] = {}  # a block: its first and last step
     for t in range(1, last + 1):
         starts = starts_at(rule, t)
         above.add_patch(Rectangle((starts[-1], t - 1), t - starts[-1], 1, color="#f2b705", lw=0.5))
@@ -118,7 +118,7 @@ def blocks() -> None:
 
 
 def overhead() -> None:
-    """How many samples `AnyTail` touches for each that is asked for, by number of accumulators."""
+    """How many samples `AnyTail` touches for each sample of the window, by accumulators."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     steps = np.geomspace(1000, 10_000, 700).astype(int)
     fractions = np.arange(10, 101) / 100
