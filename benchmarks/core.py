@@ -2,9 +2,9 @@
 
     python benchmarks/core.py [--rounds 7]
 
-Every group is one interleaved run: its candidates take turns, round after round, and the best
-round of each counts. Ratios are against the peer named in the group; smaller is faster. The rows
-go to results/core.csv, and as a table to results/core.md for the documentation.
+Every group is one interleaved run: its candidates take turns, and the best round of each counts.
+Ratios are to the first row of the group, a peer; smaller is faster. The rows go to
+results/core.csv, and as a table to results/core.md for the documentation.
 """
 
 import argparse
@@ -36,7 +36,7 @@ Candidate = tuple[str, Callable[[], object], int]  # name, what is timed, items 
 
 
 class DequeMean:
-    """The mean of the last k numbers, as one writes it by hand: it adds and subtracts."""
+    """The mean of the last k numbers, written by hand: it adds and subtracts."""
 
     def __init__(self, k: int) -> None:
         self.window: deque[float] = deque(maxlen=k)
@@ -54,12 +54,12 @@ class DequeMean:
 
 def rolling(k: int) -> utils.Rolling:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it warns that an instance will have to be a class
+        warnings.simplefilter("ignore")  # it warns that it will take a class in future
         return utils.Rolling(stats.Mean(), k)
 
 
 def own(run: FunctionType) -> FunctionType:
-    """The same function with code of its own: the interpreter fits code to the types it meets."""
+    """A copy of the function with its own code, which the interpreter specialises for its types."""
     return FunctionType(run.__code__.replace(), run.__globals__, closure=run.__closure__)
 
 
@@ -73,7 +73,7 @@ def updates(name: str, make: Callable[[], object]) -> Candidate:
 
 
 def updates_and_reads(name: str, make: Callable[[], object], read: str) -> Candidate:
-    # written out, since a read through getattr would be timed too
+    # written twice, since getattr would be timed too
     def run_get() -> None:
         average = make()
         for x in SCALARS:
@@ -94,7 +94,7 @@ def over(name: str, run: Callable[[], object]) -> Candidate:
 
 
 def array_group(size: int) -> list[Candidate]:
-    """In-place additions of an array, many to a round, after the start of the stream."""
+    """In-place additions of an array, many per round, after the start of the stream."""
     x, total = np.ones(size), np.zeros(size)
     repeats = max(20, 10**7 // size // 10)
     averages = {"k = 1,000": TailAverage(1000), "c = 0.25": TailAverage(0.25)}
@@ -179,7 +179,7 @@ def groups() -> dict[str, list[Candidate]]:
 
 
 def bytes_held(k: int) -> int:
-    """What an average of 1,000 numbers holds after 3 k updates, by tracemalloc."""
+    """The bytes that an average of 1,000 numbers holds after 3 k updates, by tracemalloc."""
     gc.collect()
     tracemalloc.start()
     average = TailAverage(AnytimeWindow(k))
@@ -238,13 +238,13 @@ def main() -> None:
     RESULTS.mkdir(exist_ok=True)
     with (RESULTS / "core.csv").open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["group", "candidate", "ns each, or as said", "ratio to the first"])
+        writer.writerow(["group", "candidate", "ns each, or as named", "ratio to the first"])
         writer.writerows(rows)
     versions = (
         f"Python {platform.python_version()}, NumPy {np.__version__}, river {river.__version__}, "
         f"pandas {pd.__version__}, polars {pl.__version__}, bottleneck {bottleneck.__version__}"
     )
-    table = ["| | ns each (or as said) | ratio |", "| --- | ---: | ---: |"]
+    table = ["| | ns each (or as named) | ratio |", "| --- | ---: | ---: |"]
     seen = ""
     for group, name, took, ratio in rows:
         if group != seen:

@@ -1,4 +1,4 @@
-"""The parameter sets of networks, by name and shape, and the machine that they are averaged on."""
+"""The names and shapes of the parameters of networks, and the processor of this machine."""
 
 import math
 import platform
@@ -32,7 +32,7 @@ def resnet50() -> Shapes:
 
 
 def gpt2() -> Shapes:
-    """GPT-2 small, its output tied to wte."""
+    """GPT-2 small, with its output tied to wte."""
     d = 768
     found: Shapes = {"wte.weight": (50257, d), "wpe.weight": (1024, d)}
     layers = {"attn.c_attn": (d, 3 * d), "attn.c_proj": (d, d)}
@@ -47,7 +47,7 @@ def gpt2() -> Shapes:
 
 
 def many_small() -> Shapes:
-    """1,000 layers of a weight and a bias of 256."""
+    """1,000 layers, each with a weight and a bias of 256 numbers."""
     return {f"layers.{i}.{part}": (256,) for i, part in product(range(1000), ("weight", "bias"))}
 
 

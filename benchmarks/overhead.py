@@ -1,12 +1,12 @@
-"""How many samples `AnyTail` touches for each that is asked for: exact, from the schedule alone.
+"""How many samples `AnyTail` touches for each sample of a window: exact, without a stream.
 
     python benchmarks/overhead.py
 
-A window is read from whole blocks, so it touches all samples of the oldest one that it needs: the
-overhead is samples touched over samples asked for. The blocks change at few steps (some hundred up
-to 10⁹), and between those the worst is where a window comes to need one block more, so that it can
-be told in whole numbers without a sample. The rows go to results/overhead.csv, and as a table to
-results/overhead.md for the documentation.
+A window is read from complete blocks, so it touches all samples of the oldest block it needs. The
+overhead is the samples touched over the size of the window. Blocks change at few steps (some
+hundred up to 10⁹). In between, the overhead is worst where a window starts to need one more block,
+so integers give it exactly, without any samples. The rows go to results/overhead.csv, and as a
+table to results/overhead.md for the documentation.
 """
 
 import csv
@@ -26,7 +26,7 @@ FIRST, LASTS = 1000, (10**5, 10**9)
 SHORTEST = (Fraction(1, 10), Fraction(1, 20), Fraction(1, 4))
 ACCUMULATORS = (6, 8, 10, 12, 16, 24)
 STEPS = np.unique(np.geomspace(FIRST, LASTS[0], 2000).astype(int)).tolist()
-"""Where the mean is taken: evenly spread on a log scale."""
+"""The steps of the mean, evenly spread on a log scale."""
 
 Gap = tuple[int, int, int, int]  # the starts of a block and of the next one, first and last step
 
@@ -37,9 +37,9 @@ def fractions(shortest: Fraction) -> list[Fraction]:
 
 
 def gaps(rule: AnyTail, last: int) -> Iterator[Gap]:
-    """Every block that ever was closed, with the steps at which it was there.
+    """Every block that was ever closed, with its first and last step.
 
-    The open one is no gap: it holds at most one sample more than the shortest window.
+    The open block is no gap: it holds at most one sample more than the shortest window.
     """
     clock, since = BlockClock(rule), {}
     while (end := clock.closes) < last:
@@ -61,13 +61,13 @@ def worst(rule: AnyTail, shortest: Fraction, last: int) -> tuple[Fraction, Fract
         first = max(since, FIRST)
         if first > until:
             continue
-        # a real fraction: all windows above t - end need the block, but none below shortest · t is
-        # allowed; the overhead grows until those two are equal, and falls from there
+        # any real fraction: all windows above t - end need the block, and none may be below
+        # shortest · t; the overhead grows until the two are equal, and falls after that
         equal = q * end // (q - p)
         for t in {first, until, equal, equal + 1}:
             if first <= t <= until and q * (t - start) >= p * t:
                 reals = max(reals, Fraction(q * (t - start), max(q * (t - end), p * t)))
-        # one fraction: it grows for as long as the window needs the block, t - end < fraction · t
+        # one fraction: the overhead grows while the window needs the block, t - end < fraction · t
         for n, d in asked:
             t = min(until, -(-d * end // (d - n)) - 1) if n < d else until
             if first <= t and d * (t - start) >= n * t > d * (t - end):
@@ -81,7 +81,7 @@ def mean(rule: AnyTail, shortest: Fraction) -> float:
     clock = BlockClock(rule)
     for t in STEPS:
         clock.advance(t)
-        held = t - np.array(clock.starts[::-1])  # by the newest block, the newest two, …
+        held = t - np.array(clock.starts[::-1])  # in the newest block, the newest two, …
         touched = held[np.searchsorted(held, asked * t * (1 - 1e-12))]
         found.append((touched / (asked * t)).mean())
     return float(np.mean(found))

@@ -2,14 +2,13 @@
 
     python benchmarks/pytrees.py [--rounds 8]
 
-Every group is one interleaved run: all that is compared takes turns, round after round, in an
-order that rotates. All are jitted, with what they overwrite donated, and begin each round with
-that in new memory, since where it lies changes the speed by a tenth. As in a training loop, calls
-follow each other without waiting, ROW of them; the best row of each counts, by its mean. Beside it
-stands the median over the rounds of CYCLE updates, by their mean: in so many a tail of WINDOW folds
-its sums twice and turns once, and growing ones turn more often here than later in a run.
-Temporaries are those of the compiled program, by XLA. The numbers go to results/pytrees.csv, and as
-tables to results/pytrees.md.
+Every group is one interleaved run: all methods take turns, in an order that rotates. All are
+jitted, and donate what they overwrite. Each round starts with new memory, since its place changes
+the speed by a tenth. As in a training loop, ROW calls follow each other without waiting; the best
+row counts, by its mean. Next to it is the median over rounds of the mean of CYCLE updates. In a
+cycle, a tail of WINDOW folds its sums twice and turns once; growing tails turn more often here than
+later in a run. Temporaries are those of the compiled program, according to XLA. The numbers go to
+results/pytrees.csv, and as tables to results/pytrees.md.
 """
 
 import argparse
@@ -35,7 +34,7 @@ from tailavg.jax import tail_average
 
 RESULTS = Path(__file__).parent / "results"
 WINDOW = 540
-CYCLE = 270  # updates: in so many, WINDOW folds its sum twice and turns once
+CYCLE = 270  # updates, in which WINDOW folds its sum twice and turns once
 ROW = 10  # calls without waiting
 STEPS = 16  # of one lax.scan
 DECAY = 0.999
@@ -63,11 +62,11 @@ def scanned(update: Update) -> Update:
 
 
 class Timed:
-    """What is timed: a call, and how long it took."""
+    """A call, and how long it took."""
 
     temporary: float | None = None
     compile_s: float | None = None
-    call: Callable[[], object]  # what it returns is waited for
+    call: Callable[[], object]  # timed until its result is ready
     move: Callable[[], None]  # into new memory
 
     def __init__(self) -> None:
@@ -87,12 +86,12 @@ class Timed:
 
 
 class Compiled(Timed):
-    """An update of a state, or, if that is all there is, a read of it."""
+    """An update of a state; without further arguments, a read of it."""
 
     def __init__(self, function: Callable[..., Any], state: Any, *rest: Any) -> None:
         super().__init__()
         begin = perf_counter_ns()
-        donated = (0,) if rest else ()  # what only reads a state keeps it
+        donated = (0,) if rest else ()  # a read keeps the state
         jitted = jax.jit(function, donate_argnums=donated)
         compiled = jitted.lower(state, *rest).compile()
         self.compile_s = (perf_counter_ns() - begin) / 1e9
@@ -113,7 +112,7 @@ class Compiled(Timed):
 
 
 class Nnx(Timed):
-    """flax's own, which changes in place."""
+    """flax's own EMA, which changes in place."""
 
     def __init__(self, params: Any) -> None:
         super().__init__()
@@ -144,7 +143,7 @@ def interleave(timed: dict[str, Timed], rounds: int, times: int, row: int = ROW)
 
 
 def rows(group: str, what: str, timed: dict[str, Timed]) -> list[list[str]]:
-    """A row for each, with ratios to the first."""
+    """A row for each method, with ratios to the first."""
     peer = next(iter(timed.values()))
     found = [
         [
@@ -178,7 +177,7 @@ def measure(group: str, rounds: int, rules: dict[str, Any]) -> list[list[str]]:
         for name, average in averages.items()
     }
     for tail in tails.values():
-        tail.run(CYCLE)  # past the first turns, which come close together
+        tail.run(CYCLE)  # skip the first turns, which come close together
     timed: dict[str, Timed] = {PEER: peer, **tails}
     if group == "ResNet-50":
         timed["flax nnx.EMA"] = Nnx(params)
@@ -201,7 +200,7 @@ def measure(group: str, rounds: int, rules: dict[str, Any]) -> list[list[str]]:
 
 
 def tables(heads: list[str], found: list[list[str]]) -> list[str]:
-    """A table for each thing that was measured of each set."""
+    """A table for each measurement of each set."""
     lines = []
     for (group, what), part in groupby(found, key=lambda row: row[:2]):
         lines += ["", f"**{group}: {what}**", ""]
@@ -227,8 +226,8 @@ def main() -> None:
     facts = (
         f"Python {platform.python_version()}, "
         f"{', '.join(f'{name} {version(name)}' for name in packages)}; {processor()}; "
-        f"{rounds} interleaved rounds of {CYCLE} updates (a quarter as many for GPT-2 and small "
-        f"tensors): the best {ROW} in a row, and the median over rounds of the mean of all."
+        f"{rounds} interleaved rounds of {CYCLE} updates (a quarter as many rounds for GPT-2 and "
+        f"small tensors): the best {ROW} updates in a row, and the median over rounds of the mean."
     )
     RESULTS.mkdir(exist_ok=True)
     with (RESULTS / "pytrees.csv").open("w", newline="") as file:

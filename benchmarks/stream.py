@@ -1,14 +1,14 @@
-"""`tailavg stream` against `mawk`, on 10⁷ lines; and the time of a line that comes alone.
+"""`tailavg stream` against `mawk` on 10⁷ lines, and the time for a lone line.
 
     python benchmarks/stream.py [--rounds 3] [--lines 10000000]
 
-mawk writes the running mean of a file, which is the least that it can do; `tailavg stream` writes
-the average of the last quarter. Both are processes from start to end that write to a file, in
-interleaved rounds of which the best counts. Ratios are against mawk on the same file; smaller is
-faster. The rows go to results/stream.csv, and as a table to results/stream.md.
+mawk writes the running mean of a file, the cheapest comparable task; `tailavg stream` writes the
+average of the last quarter. Both are timed as complete processes that write to a file, in
+interleaved rounds; the best round counts. Ratios are to mawk on the same file; smaller is faster.
+The rows go to results/stream.csv, and as a table to results/stream.md.
 
-A lone line is parsed, averaged, formatted and written to /dev/null, after 20,000 others: the time
-within the process, without the wait for the line. Its rows hold the median and the best.
+A lone line is parsed, averaged, formatted and written to /dev/null, after 20,000 others. Its time
+is that within the process, without the wait for the line; its rows have the median and the best.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def groups(folder: Path, lines: int) -> dict[str, list[Candidate]]:
 
 
 def measure(command: list[str], output: Path) -> tuple[float, float]:
-    """Seconds by the clock, and of processor time."""
+    """Seconds of wall time, and of processor time."""
     with output.open("wb") as file:
         before, start = getrusage(RUSAGE_CHILDREN), perf_counter()
         subprocess.run(command, stdout=file, check=True)
@@ -86,7 +86,7 @@ def measure(command: list[str], output: Path) -> tuple[float, float]:
 
 
 def lone_lines(source: PlainInput, header: bytes, line: Callable[[int, float], str]) -> list[float]:
-    """The microseconds that each of 5,000 lines takes, which come one by one after others."""
+    """The microseconds for each of 5,000 lines that come one by one, after 20,000 others."""
     numbers = np.random.default_rng(0).normal(2, 1, 25_000).tolist()
     texts = [line(i, x).encode() for i, x in enumerate(numbers)]
     session = Session([(AnytimeWindow(0.25), None)], source, Output.plain, 1, False)
@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--lines", type=int, default=10**7, help="lines of a file (%(default)s)")
     options = parser.parse_args()
     if shutil.which("mawk") is None:
-        sys.exit("benchmarks/stream.py: skipped, since there is no mawk: apt-get install mawk")
+        sys.exit("benchmarks/stream.py: skipped: mawk is missing; apt-get install mawk")
     rows = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -163,7 +163,7 @@ def main() -> None:
     text = (
         f"{versions}; {options.lines:,} lines, best of {options.rounds} interleaved rounds.\n\n"
         + "\n".join(table)
-        + "\n\n| a line that comes alone | median µs | best µs |\n| --- | ---: | ---: |\n"
+        + "\n\n| a lone line | median µs | best µs |\n| --- | ---: | ---: |\n"
         + "".join(f"| {' | '.join(row)} |\n" for row in lone)
     )
     (RESULTS / "stream.md").write_text(text)

@@ -1,12 +1,12 @@
-"""Train a small network on scikit-learn's digits and test every kind of average at every epoch.
+"""Train a small network on scikit-learn's digits, and test every average at every epoch.
 
     python examples/digits.py [--quick] [--epochs 40] [--seeds 5] [--output build/digits.svg]
 
-SGD with momentum, weight decay and a constant learning rate gets near the answer soon and then
-jumps around it. Compared are the last iterate, what torch offers (exponential moving averages with
-three decays; SWA, the mean of all iterates from half of the run on) and tail averages. All see
-every step. BatchNorm's statistics are those of the training images under the weights that are
-tested, for all of them. A star marks the lowest loss and the highest accuracy of a column.
+SGD with momentum, weight decay and a constant learning rate soon gets near the answer, then jumps
+around it. The script compares the last iterate, torch's averages (exponential moving averages with
+three decays, and SWA, the mean of all iterates in the second half of the run) and tail averages.
+All see every step. Each is tested with BatchNorm statistics recomputed on the training images. A
+star marks the lowest loss and the highest accuracy of a column.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from tailavg.torch import ParameterAverage, recompute_batchnorm
 
 plt.switch_backend("Agg")
 plt.rcParams["svg.hashsalt"] = "tailavg"  # the same file from the same data
-torch.set_num_threads(1)  # so small a network gains nothing from more
+torch.set_num_threads(1)  # a network this small gains nothing from more
 
 DECAYS = {f"EMA {decay}": decay for decay in (0.9, 0.99, 0.999)}
 TAILS = {"last 10 %": 0.1, "last 25 %": 0.25, "last 50 %": 0.5, "last 500 steps": 500}
@@ -39,7 +39,7 @@ STYLES = {
     "last 50 %": {"color": "#006ba4"},
     "last 500 steps": {"color": "#595959", "linestyle": "--"},
 }
-TRAINING, BATCH = 1000, 16  # images; the other 797 are for the test
+TRAINING, BATCH = 1000, 16  # images; the other 797 are the test set
 
 
 def make_network() -> nn.Module:
@@ -54,7 +54,7 @@ def make_network() -> nn.Module:
 
 
 def run(seed: int, epochs: int) -> dict[str, np.ndarray]:
-    """Train once: for every method, the test loss and the accuracy after each epoch."""
+    """Train once; return each method's test loss and accuracy after each epoch."""
     torch.manual_seed(seed)
     images, labels = load_digits(return_X_y=True)
     order = torch.randperm(len(labels))
@@ -71,7 +71,7 @@ def run(seed: int, epochs: int) -> dict[str, np.ndarray]:
     swa = AveragedModel(model)
     tails = {name: ParameterAverage(model, window) for name, window in TAILS.items()}
     for average in tails.values():
-        average.attach(optimizer)  # from here on, every step counts
+        average.attach(optimizer)  # from now on, every step counts
 
     def score(tested: nn.Module) -> tuple[float, float]:
         recompute_batchnorm(tested, images[training].split(250))
@@ -95,7 +95,7 @@ def run(seed: int, epochs: int) -> dict[str, np.ndarray]:
             if epoch >= epochs // 2:
                 swa.update_parameters(model)
 
-        scores["last iterate"][epoch] = score(model)  # training does not use the statistics
+        scores["last iterate"][epoch] = score(model)  # training ignores the statistics
         for name, ema in emas.items():
             scores[name][epoch] = score(ema.module)
         if epoch >= epochs // 2:
@@ -126,7 +126,7 @@ def print_table(title: str, rows: dict[str, np.ndarray], best: str, digits: int)
 
 
 def draw(losses: dict[str, np.ndarray], path: Path) -> None:
-    """Save the picture: what torch offers on the left, tail averages on the right."""
+    """Save the picture: torch's averages on the left, tail averages on the right."""
     epochs = np.arange(1, len(losses["last iterate"]) + 1)
     figure, panels = plt.subplots(1, 2, figsize=(9, 4), sharey=True, layout="constrained")
     for panel, title, names in (
@@ -151,10 +151,10 @@ def draw(losses: dict[str, np.ndarray], path: Path) -> None:
 
 
 def main() -> None:
-    """Run it for every seed, print the tables and save the picture."""
+    """Run every seed, print the tables and save the picture."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--epochs", type=int, default=40)
-    parser.add_argument("--seeds", type=int, default=5, help="runs that are averaged")
+    parser.add_argument("--seeds", type=int, default=5, help="runs to average")
     parser.add_argument("--output", type=Path, default=Path("build/digits.svg"), help="svg or png")
     parser.add_argument("--quick", action="store_true", help="6 epochs and one seed")
     options = parser.parse_args()

@@ -1,20 +1,20 @@
-"""Which tail is best? Read every tail of one training run at every epoch, and see it move.
+"""Which tail is best? Read every tail of a training run at every epoch, and watch the best move.
 
     python examples/every_tail.py [--quick] [--epochs 40] [--seeds 5] [--output build/every.svg]
 
 The network of `digits.py` trains with a learning rate that falls to a tenth after 60 % of the run.
-One `AnyTail` sees every step; after each epoch the tails from 10 % to 100 % are read from it, and
-`select_tail` selects one. Compared with it, in the same runs:
+One `AnyTail` sees every step; after each epoch, the script reads its tails from 10 % to 100 %, and
+`select_tail` picks one. The same runs compare it with:
 
 - tails of a fixed fraction, each with its own average, and the last iterate;
-- post-hoc EMA (Karras et al., 2024), as in ema-pytorch: two EMAs, snapshots of both on disk after
-  each epoch, and from these EMAs of any width. Those tried are as wide as the tails: a tail of a
-  fraction c has the relative standard deviation c/√12;
-- Two-Tailed Averaging (Melis, 2022), which adapts the length of one tail while it trains.
+- post-hoc EMA (Karras et al., 2024), as in ema-pytorch: two EMAs, with snapshots of both on disk
+  after each epoch, which give EMAs of any width. The script tries widths that match the tails: a
+  tail of a fraction c has the relative standard deviation c/√12;
+- Two-Tailed Averaging (Melis, 2022), which adapts the length of one tail during training.
 
-797 images are not trained on. The first 400 of them choose: the tail, the EMA, and all that
-Two-Tailed Averaging decides. The other 397 are the test. BatchNorm's statistics are those of the
-training images under the weights that are tested. All numbers are means over the runs.
+797 images are held out. The first 400 are for validation: they choose the tail and the EMA, and
+make the decisions of Two-Tailed Averaging. The other 397 are the test set. All weights are tested
+with BatchNorm statistics recomputed on the training images. All numbers are means over the runs.
 """
 
 import argparse
@@ -57,43 +57,43 @@ STYLES = {
     SELECTED: {"color": "black", "linewidth": 2},
 }
 VALIDATION = 400  # images
-STORED = (0.05, 0.28)  # the widths of the two EMAs: those of ema-pytorch's own example
+STORED = (0.05, 0.28)  # the widths of the two EMAs, from ema-pytorch's own example
 PATIENCE = 3  # evaluations
 
 Losses = Callable[[nn.Module], tuple[float, float]]  # on the validation and on the test images
 
 
 class Tail:
-    """A running mean, for `TwoTailed`, and the validation losses that it had."""
+    """A running mean for `TwoTailed`, with its validation losses so far."""
 
     def __init__(self, model: nn.Module) -> None:
         self.mean = AveragedModel(model)
         self.reset()
 
     def reset(self) -> None:
-        """Forget all: the next update is the first."""
+        """Forget everything: the next update is the first."""
         self.mean.n_averaged.zero_()
         self.losses: list[float] = []
 
     @property
     def stagnates(self) -> bool:
-        """None of the newest losses is lower than all those before."""
+        """Whether none of the newest losses is lower than all earlier ones."""
         before, newest = self.losses[:-PATIENCE], self.losses[-PATIENCE:]
         return bool(before) and min(newest) >= min(before)
 
 
 class TwoTailed:
-    """Two-Tailed Averaging, the two algorithms of the paper (arXiv 2209.12581).
+    """Two-Tailed Averaging: both algorithms of the paper (arXiv 2209.12581).
 
-    Every iterate goes into two running means, a long and a short one, and the long one is used. At
-    each evaluation, once an epoch, a short one that is at least as good becomes the long one, and
-    the other starts anew. This is Algorithm 1.
+    Every iterate goes into two running means, a long one and a short one; the long one is used. At
+    each evaluation, once an epoch, if the short one is at least as good, it becomes the long one,
+    and the other is reset. This is Algorithm 1.
 
     Algorithm 2, `extended`, is what the paper recommends in practice. There the short one also
-    takes the place of a long one that stagnates, and otherwise starts anew if it stagnates itself.
-    The last iterate is used where it is better; if so when the long one has only seen one epoch,
-    both start anew. To stagnate is not to improve "for a few evaluations". That these are three is
-    our reading of the paper's figure of a new basin, entered at 40 and noticed at 43.
+    replaces a long one that stagnates; otherwise it is reset if it stagnates itself. The last
+    iterate is used if it is better; if the long one has seen only one epoch by then, both are
+    reset. A mean stagnates if it does not improve "for a few evaluations". We take three, from the
+    paper's figure of a new basin that is entered at 40 and noticed at 43.
     """
 
     def __init__(self, model: nn.Module, period: int, extended: bool) -> None:
@@ -124,12 +124,12 @@ class TwoTailed:
 
 
 def copies(average: ParameterAverage) -> int:
-    """How many copies of the weights an average holds."""
+    """How many copies of the weights an average keeps."""
     return len(average.state_dict()["blocks"]) + 1  # and a sum
 
 
 def best_synthesized(posthoc: "PostHocEMA", losses: Losses) -> float:
-    """The test loss of the best EMA that the snapshots so far can make."""
+    """The test loss of the best EMA that the snapshots so far can give."""
     tried = [
         losses(posthoc.synthesize_ema_model(sigma_rel=fraction / math.sqrt(12)).ema_model)
         for fraction in FRACTIONS
@@ -140,8 +140,9 @@ def best_synthesized(posthoc: "PostHocEMA", losses: Losses) -> float:
 def run(seed: int, epochs: int, drop: int, folder: str) -> tuple[np.ndarray, dict, dict]:
     """Train once.
 
-    Returns the test loss by epoch and fraction; by method, that after each epoch; and by method
-    what it took: copies of the weights in memory and on disk, and evaluations.
+    Returns:
+        The test loss by epoch and fraction; the test loss by method after each epoch; and the cost
+        by method: copies of the weights in memory and on disk, and evaluations.
     """
     torch.manual_seed(seed)
     images, labels = load_digits(return_X_y=True)
@@ -156,7 +157,7 @@ def run(seed: int, epochs: int, drop: int, folder: str) -> tuple[np.ndarray, dic
     average = ParameterAverage(model, AnyTail(12))
     fixed = {name: ParameterAverage(model, fraction) for name, fraction in FIXED.items()}
     for one in (average, *fixed.values()):
-        one.attach(optimizer)  # from here on, every step counts
+        one.attach(optimizer)  # from now on, every step counts
     twotailed = {
         CORE: TwoTailed(model, steps, extended=False),
         EXTENDED: TwoTailed(model, steps, extended=True),
@@ -181,7 +182,7 @@ def run(seed: int, epochs: int, drop: int, folder: str) -> tuple[np.ndarray, dic
 
     tested: list[float] = []
 
-    def evaluate() -> float:  # on the validation images, for the choice; the test is only noted
+    def evaluate() -> float:  # chooses on the validation images; the test loss is only recorded
         validation, test = losses(model)
         tested.append(test)
         return validation
@@ -210,7 +211,7 @@ def run(seed: int, epochs: int, drop: int, folder: str) -> tuple[np.ndarray, dic
         test[LAST][epoch] = losses(model)[1]
         for name, two in twotailed.items():
             test[name][epoch] = losses(two.adapt(losses))[1]
-        # it reads all its files for each EMA: not at every epoch
+        # it reads all its files for each EMA, so not at every epoch
         if posthoc and (epoch + 1 in (drop, epochs) or (epoch + 1) % 8 == 0):
             test[POSTHOC][epoch] = best_synthesized(posthoc, losses)
 
@@ -226,7 +227,7 @@ def run(seed: int, epochs: int, drop: int, folder: str) -> tuple[np.ndarray, dic
 
 
 def print_table(test: dict[str, list[np.ndarray]], took: dict, drop: int) -> None:
-    """Print what every method reached and what it took; a star marks the lowest of a column."""
+    """Print each method's loss and cost; a star marks the lowest loss of a column."""
     epochs = len(test[LAST][0])
     shown = [drop - 1, epochs - 1]
     ends = np.array([[one[-1] for one in runs] for runs in test.values()])
@@ -245,7 +246,7 @@ def print_table(test: dict[str, list[np.ndarray]], took: dict, drop: int) -> Non
         memory, disk, evaluations = took[name]
         print(f"{line}{won[name]:11}{memory:12}{disk:10}{evaluations:14}")
     print("\nin memory, on disk: copies of the weights, while training")
-    print("evaluations: on the validation images, for what is used at the last epoch")
+    print("evaluations: on the validation images, to choose the weights of the last epoch")
     print(f"The lowest loss at epoch {epochs}: {min(means, key=lambda name: means[name][-1])}\n")
 
 
@@ -300,10 +301,10 @@ def draw(tails: np.ndarray, test: dict[str, np.ndarray], drop: int, path: Path) 
 
 
 def main() -> None:
-    """Run it for every seed, print the table and save the picture."""
+    """Run every seed, print the table and save the picture."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--epochs", type=int, default=40)
-    parser.add_argument("--seeds", type=int, default=5, help="runs that are averaged")
+    parser.add_argument("--seeds", type=int, default=5, help="runs to average")
     parser.add_argument("--output", type=Path, default=Path("build/every.svg"), help="svg or png")
     parser.add_argument("--quick", action="store_true", help="5 epochs and one seed")
     options = parser.parse_args()

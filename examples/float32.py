@@ -2,8 +2,8 @@
 
     python examples/float32.py
 
-The largest relative error of the mean of all samples so far, against float64, for the ways in which
-running means are usually kept and for `TailAverage(1.0)` with float32 accumulators.
+Prints the largest relative error of the mean of all samples so far, against float64, for the usual
+ways to keep a running mean and for `TailAverage(1.0)` with float32 accumulators.
 """
 
 import numpy as np

@@ -2,10 +2,10 @@
 
     python examples/jax_equinox.py [--steps 1000] [--seed 0] [--folder build/jax_equinox]
 
-A small network learns scikit-learn's digits with AdamW at a constant rate. Tested are the last
-iterate, which is better or worse by chance (try other seeds), and the average of the last quarter
-of all steps. A second run is saved four fifths of the way and restored into fresh objects; if it
-does not end with the very bits of the unbroken one, the script fails.
+A small network learns scikit-learn's digits with AdamW at a constant rate. The script tests the
+last iterate, which varies by chance (try other seeds), and the average of the last quarter of all
+steps. A second run is saved after four fifths of the steps and restored into fresh objects.
+The script fails unless it ends bit-identical to the unbroken run.
 """
 
 import argparse
@@ -28,7 +28,7 @@ BATCH = 16
 
 
 class Training(eqx.Module):
-    """All that a training step changes, and so all that a checkpoint has to hold."""
+    """Everything that a training step changes, so everything a checkpoint must hold."""
 
     model: eqx.nn.MLP
     opt_state: Any
@@ -44,7 +44,7 @@ def start(seed: int) -> Training:
 
 
 def digits() -> list[jax.Array]:
-    """Training images and labels, 1,000 of each; those of the other 797 for the test."""
+    """1,000 training images and their labels, then 797 test images and theirs."""
     images, labels = load_digits(return_X_y=True)
     training, test = train_test_split(np.arange(1797), train_size=1000, random_state=0)
     return [jnp.asarray(part) for i in (training, test) for part in (images[i] / 16, labels[i])]
@@ -58,7 +58,7 @@ def loss(model: eqx.nn.MLP, images: jax.Array, labels: jax.Array) -> jax.Array:
 
 @eqx.filter_jit(donate="all-except-first")  # the old arrays become the new ones
 def train_step(data: tuple[jax.Array, jax.Array], training: Training) -> Training:
-    """One step on a random batch; the optimizer averages the parameters that come out."""
+    """One step on a random batch; the optimizer averages the new parameters."""
     images, labels = data
     key, own = jax.random.split(training.key)
     batch = jax.random.randint(own, BATCH, 0, len(labels))
@@ -70,7 +70,7 @@ def train_step(data: tuple[jax.Array, jax.Array], training: Training) -> Trainin
 
 
 def train(training: Training, steps: int, images: jax.Array, labels: jax.Array) -> Training:
-    """Go on to that many steps in all."""
+    """Train until `steps` steps are done in all."""
     for _ in range(int(training.step), steps):
         training = train_step((images, labels), training)
     return training
@@ -89,7 +89,7 @@ def bits(training: Training) -> list[bytes]:
 
 
 def main() -> None:
-    """Train, test, and train again with a break."""
+    """Train, test, and train again with a stop in between."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)

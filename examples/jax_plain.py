@@ -2,10 +2,10 @@
 
     python examples/jax_plain.py [--steps 1000] [--seed 0] [--folder build/jax_plain]
 
-A small network learns scikit-learn's digits with SGD at a constant rate. Tested are the last
-iterate, which is better or worse by chance (try other seeds), and the average of the last quarter
-of all steps. A second run is saved with orbax, four fifths of the way, and restored into fresh
-objects; if it does not end with the very bits of the unbroken one, the script fails.
+A small network learns scikit-learn's digits with SGD at a constant rate. The script tests the
+last iterate, which varies by chance (try other seeds), and the average of the last quarter of all
+steps. A second run is saved with orbax after four fifths of the steps, and restored into fresh
+objects. The script fails unless it ends bit-identical to the unbroken run.
 """
 
 import argparse
@@ -28,7 +28,7 @@ RATE, DECAY, BATCH = 0.5, 0.002, 16
 
 
 class Training(NamedTuple):
-    """All that a training step changes, and so all that a checkpoint has to hold."""
+    """Everything that a training step changes, so everything a checkpoint must hold."""
 
     params: dict[str, jax.Array]
     average: TreeState
@@ -49,7 +49,7 @@ def start(seed: int) -> Training:
 
 
 def digits() -> list[jax.Array]:
-    """Training images and labels, 1,000 of each; those of the other 797 for the test."""
+    """1,000 training images and their labels, then 797 test images and theirs."""
     images, labels = load_digits(return_X_y=True)
     training, test = train_test_split(np.arange(1797), train_size=1000, random_state=0)
     return [jnp.asarray(part) for i in (training, test) for part in (images[i] / 16, labels[i])]
@@ -69,7 +69,7 @@ def loss(params: dict[str, jax.Array], images: jax.Array, labels: jax.Array) -> 
 
 @partial(jax.jit, donate_argnums=0)  # the old arrays become the new ones
 def train_step(training: Training, images: jax.Array, labels: jax.Array) -> Training:
-    """One step of SGD with weight decay on a random batch; the average sees what comes out."""
+    """One step of SGD with weight decay on a random batch; average the new parameters."""
     key, own = jax.random.split(training.key)
     batch = jax.random.randint(own, BATCH, 0, len(labels))
     gradients = jax.grad(loss)(training.params, images[batch], labels[batch])
@@ -79,7 +79,7 @@ def train_step(training: Training, images: jax.Array, labels: jax.Array) -> Trai
 
 
 def train(training: Training, steps: int, images: jax.Array, labels: jax.Array) -> Training:
-    """Go on to that many steps in all."""
+    """Train until `steps` steps are done in all."""
     for _ in range(int(training.step), steps):
         training = train_step(training, images, labels)
     return training
@@ -92,7 +92,7 @@ def bits(training: Training) -> list[bytes]:
 
 
 def main() -> None:
-    """Train, test, and train again with a break."""
+    """Train, test, and train again with a stop in between."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,10 +1,10 @@
-"""The paper's other strategy: as much weight as the variance allows to the newest block.
+"""The paper's other strategy: give the newest block as much weight as the variance allows.
 
     python examples/newest_block.py
 
-For a fixed window, over one turn of the blocks, prints the mean age of the samples (by weight) and
-the oldest age, under that strategy and under ours, the least weight to the oldest block. Both have
-the variance of k samples at every step.
+Prints the weighted mean age of the samples and the oldest age, for a fixed window over one turn of
+the blocks, with that strategy and with ours, which gives the oldest block the least weight. Both
+have the variance of k samples at every step.
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ K, STEPS = 600, 6000
 
 
 def newest_block_weights(sizes: list[int], k: int) -> np.ndarray:
-    """Per sample, oldest first: the newest block alone against all older ones pooled."""
+    """The weight of each sample, oldest first: the newest block against all older ones pooled."""
     *older, newest = sizes
     old = sum(older)
     if old + newest <= k:

@@ -1,9 +1,9 @@
-"""Average a noisy stream that settles down, with every method, and draw what each one sees.
+"""Average a noisy stream that settles down with every method, and draw the errors.
 
     python examples/noisy_stream.py [FOLDER]
 
 The truth falls from 2 to 0; the noise has a standard deviation of 1. A good tail average follows
-the fall and averages the noise away once it is over.
+the fall, and averages the noise away once it is over.
 """
 
 import sys
@@ -29,7 +29,7 @@ AVERAGES = {
 
 
 def main(folder: Path) -> None:
-    """Run it, print the errors and save the picture."""
+    """Average the stream, print the errors and save the picture."""
     rng = np.random.default_rng(0)
     t = np.arange(1, STEPS + 1)
     truth = 2 * np.exp(-t / 200)

@@ -1,11 +1,11 @@
-"""Break a training run off, resume it in a fresh process, and compare with an unbroken run.
+"""Kill a training run, resume it in a fresh process, and compare with an unbroken run.
 
     python examples/resume.py [--folder build/resume] [--forget PART]
 
-The network has BatchNorm and Dropout, the optimizer has momentum, and two averages follow it. Every
-100 steps everything goes into one file. The broken run dies without a warning at step 250, so that
-the steps after 200 are lost; the process that resumes it does them again. At the end, every tensor
-must be the same to the bit. `--forget` leaves one part out on resuming, to see the check fail.
+The network has BatchNorm and Dropout, the optimizer has momentum, and there are two averages. Every
+100 steps, everything goes into one file. The broken run dies without warning at step 250, so the
+steps after 200 are lost; the process that resumes it repeats them. At the end, every tensor must be
+the same to the bit. `--forget` leaves one part out of the resume, to see the check fail.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from tailavg.torch import ParameterAverage
 
-torch.set_num_threads(1)  # so small a network gains nothing from more
+torch.set_num_threads(1)  # a network this small gains nothing from more
 
 STEPS, EVERY, DEATH = 400, 100, 250
 PARTS = ("model", "optimizer", "quarter", "window", "random")
@@ -30,7 +30,7 @@ PARTS = ("model", "optimizer", "quarter", "window", "random")
 def train(
     path: Path, *, resume: bool = False, forget: str | None = None, die: bool = False
 ) -> None:
-    """Train up to STEPS, from the start or from the checkpoint; `die` stops it half-way."""
+    """Train up to STEPS, from the start or from the checkpoint; with `die`, stop half-way."""
     torch.manual_seed(0)
     inputs = torch.randn(1000, 20)
     labels = (inputs @ torch.randn(20, 5)).argmax(dim=1)
@@ -66,7 +66,7 @@ def train(
         if step % EVERY == 0:
             checkpoint = {name: part.state_dict() for name, part in parts.items()}
             checkpoint |= {"random": torch.get_rng_state(), "step": step}
-            if step == STEPS:  # what one would use, to be compared too
+            if step == STEPS:  # compare the averaged weights too
                 for name, average in averages.items():
                     checkpoint[f"weights of {name}"] = average.averaged_state_dict()
             save(checkpoint, path)
@@ -76,14 +76,14 @@ def train(
 
 
 def save(checkpoint: dict[str, Any], path: Path) -> None:
-    """Write a file that is there whole or not at all."""
+    """Write a file whole or not at all."""
     unfinished = path.with_suffix(".tmp")
     torch.save(checkpoint, unfinished)
     unfinished.replace(path)
 
 
 def leaves(tree: Any, path: str = "") -> dict[str, Any]:
-    """What is in nested dicts and lists, by path; a tensor as its dtype, shape and bytes."""
+    """The values in nested dicts and lists, by path; a tensor as its dtype, shape and bytes."""
     if isinstance(tree, torch.Tensor):
         return {path: (tree.dtype, tree.shape, tree.numpy().tobytes())}
     if isinstance(tree, dict | list | tuple):
@@ -94,7 +94,7 @@ def leaves(tree: Any, path: str = "") -> dict[str, Any]:
 
 
 def compare(unbroken: Path, broken: Path) -> bool:
-    """Print which parts of two checkpoints are equal; are all of them?"""
+    """Print which parts of two checkpoints are equal; return whether all are."""
     same = True
     one, other = (torch.load(path, weights_only=True) for path in (unbroken, broken))
     for name in one:
