@@ -352,16 +352,22 @@ def test_wrong_command_lines(tmp_path):
         ([*names, "--window", "-1", "-o", "a.safetensors"], "expected an int >= 1"),
         (["nosuch.safetensors", *ARGUMENTS], "nosuch.safetensors"),
         ([*names, names[0], *ARGUMENTS], "step-1.safetensors twice"),
-        ([*names, "--window", "1", "-o", names[1]], "which is one of them"),
+        (
+            [*names, "--window", "1", "-o", names[1]],
+            "expected a file that is not one of the checkpoints",
+        ),
         ([*names, "--window", "1", "-o", "a.pt"], "to end in .safetensors, or all"),
         ([*names, "--window", "1", "-o", "no/a.safetensors"], "expected an existing folder"),
         ([*names, "final.safetensors", *ARGUMENTS], "--sort name or --sort mtime"),
         ([*names, *ARGUMENTS, "--accumulators", "3"], "goes with --method anytime"),
-        ([*names, "-o", "a.safetensors"], "either --window or --windows, got none"),
+        ([*names, "-o", "a.safetensors"], "either --window or --windows, got neither"),
         ([*names, *ARGUMENTS, "--windows", "1"], "either --window or --windows, got both"),
         ([*names, "--windows", "1,0.5", "-o", "a.safetensors"], "expected {window} in the name"),
         ([*names, "--windows", "1,1", "-o", "{window}.safetensors"], "got 1 twice"),
-        ([*names, "--windows", "5,2", "-o", "step-{window}.safetensors"], "which is one of them"),
+        (
+            [*names, "--windows", "5,2", "-o", "step-{window}.safetensors"],
+            "expected a file that is not one of the checkpoints",
+        ),
         ([*names, "--windows", "5,2", "-o", "{window}/a.safetensors"], "an existing folder"),
     ):
         assert said in failed(tmp_path, *arguments, code=2)

@@ -103,7 +103,7 @@ def test_memory():
     table = run("--window", "0.25", "--count", "1000", "--parameters", "7e9").stdout
     assert re.search(r"anytime, 3 .* 112 GB", table)
     assert re.search(r"exact .* 7 TB", table)
-    assert "one more array" in table
+    assert "one array for the sum" in table
 
 
 def test_plot(tmp_path):

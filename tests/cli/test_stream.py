@@ -233,7 +233,7 @@ def test_an_average_that_is_there_already():
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ([], "expected either --window or --windows, got none"),
+        ([], "expected either --window or --windows, got neither"),
         (["-w", "2", "--windows", "3"], "expected either --window or --windows, got both"),
         (["--windows", "2,much"], "much"),
         (["--windows", "0.5,2,.50"], "expected each window once, got .50 twice"),

@@ -356,6 +356,6 @@ def test_a_damaged_state_is_refused(tmp_path, damage):
 
 def test_a_state_that_cannot_be_saved(tmp_path):
     _, told = failed("-w", "3", "--state", tmp_path / "absent" / "state", text="1\n")
-    assert "expected a folder" in told
+    assert "expected a writable folder" in told
     _, told = failed("-w", "3", "--state", tmp_path, text="1\n")
     assert "Is a directory" in told

@@ -106,7 +106,7 @@ class AveragedModel(Module):
 
     @property
     def size(self) -> float:
-        """The size of the window, k_t: what was asked for. `profile` has what was got."""
+        """The size of the window, k_t. `profile` has the effective size."""
         return float(windowed(self.rule, None, self.count).size(self.count))
 
     def weights(self) -> Reals:
