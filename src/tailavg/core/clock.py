@@ -85,6 +85,8 @@ class Clock(ABC):
     __slots__ = ("blocks", "count", "folded", "next", "rule")
 
     rule: Rule
+    factors: Sequence[float] = ()
+    """What samples are multiplied by in the sum, of those up to `next`; none if it is 1."""
     count: int
     """The number of samples so far, t."""
     blocks: list[int]
@@ -232,7 +234,7 @@ class BlockClock(Clock):
             >>> clock = BlockClock(AnytimeWindow(100))
             >>> clock.restore(110, [0, 50, 100], folded=100)
             >>> clock.terms()
-            [(0.29708629022101113, 0), (0.585761424815824, 1), (0.011715228496316479, -1)]
+            [(0.29708629022101113, 0), (0.585761424815824, 1), (0.01171522849631648, -1)]
         """
         t, blocks = self.count, self.blocks
         asked = window_of(self.rule, window, t)
@@ -302,15 +304,14 @@ class DecayClock(Clock):
     the factor w: a decay of 0, as of a window of one sample, divides nothing.
     """
 
-    __slots__ = ("_found", "decay", "factors", "scales")
+    __slots__ = ("_steady_from", "decay", "factors", "scales")
 
     rule: Exponential
     decay: float
     """g_{f+1}."""
     factors: list[float]
-    """w_i / G_i of each sample after the fold."""
     scales: list[float]
-    """G_i."""
+    """G_i of each sample after the fold."""
 
     def _restored(self, count: int, starts: list[int], folded: int) -> bool:
         if not (0 <= folded <= count <= folded + FOLD and starts == [0][:count]):
@@ -320,13 +321,12 @@ class DecayClock(Clock):
         if found[2][-1] < SMALLEST**2:
             return False
         self.blocks, self.count, self.folded = [0], count, folded
+        self._steady_from = self.rule.window.steady_from
         self._use(found)
         return True
 
     def _use(self, found: tuple[float, Reals, Reals]) -> None:
-        if found is not getattr(self, "_found", None):
-            self._found, self.decay = found, found[0]
-            self.factors, self.scales = found[1].tolist(), found[2].tolist()
+        self.decay, self.factors, self.scales = found[0], found[1].tolist(), found[2].tolist()
         self.next = self.folded + len(self.factors)
 
     @property
@@ -335,8 +335,12 @@ class DecayClock(Clock):
 
     def fold(self) -> tuple[float, float, float]:
         of_mean, of_sum = self.weights()
+        steady = self.folded >= self._steady_from
         self.folded = self.count
-        self._use(factors(self.rule, self.folded, FOLD, SMALLEST))
+        if steady:  # what was looked up is still right
+            self.next = self.folded + len(self.factors)
+        else:
+            self._use(factors(self.rule, self.folded, FOLD, SMALLEST))
         return (1.0 - of_mean) / of_sum, 1.0 - of_mean, self.decay
 
     def weights(self) -> tuple[float, float]:
@@ -360,9 +364,8 @@ def factors(
     Of as many samples as G is not too small for, at least and at most so many. They are the same
     once the decay is constant.
     """
-    limit = rule.window.limit
-    constant = limit is not None and folded >= limit == rule.size(folded)
-    return _factors(rule, NEVER // 2 if constant else folded, most, smallest, least)
+    steady = folded >= rule.window.steady_from
+    return _factors(rule, NEVER // 2 if steady else folded, most, smallest, least)
 
 
 @lru_cache(maxsize=8)

@@ -30,7 +30,6 @@ from tailavg.core.windows import (
     TIE,
     AnyWindow,
     Fixed,
-    Growing,
     OfWindow,
     Window,
     as_window,
@@ -76,11 +75,6 @@ class AnytimeWindow(OfWindow):
         object.__setattr__(self, "accumulators", positive_int(accumulators, "accumulators", 2))
         object.__setattr__(self, "turns", turns)
 
-    @property
-    def _shared(self) -> bool:
-        """Whether a block waits for its share of the window."""
-        return self.turns == "balanced" or isinstance(self.window, Fixed)
-
     def closes(self, starts: Sequence[Any]) -> Any:
         """The step after which the open block takes no more samples.
 
@@ -89,7 +83,9 @@ class AnytimeWindow(OfWindow):
             (100, 150)
         """
         window, steps = self.window, self.window.steps
-        if self._shared:
+        if isinstance(window, Fixed):  # as many equal shares hold the window
+            return window.filled_at(starts[-1], self.accumulators - 1)
+        if self.turns == "balanced":
             end = window.filled_at(starts[-1], self.accumulators - 1)
         else:
             end = steps.later(starts[-1], 1)
@@ -101,15 +97,16 @@ class AnytimeWindow(OfWindow):
 
         Examples:
             >>> AnytimeWindow(0.001).alike_until([0, 1, 2], 1)
-            1000
+            1998
         """
         window, z = self.window, self.accumulators - 1
-        if window.size(starts[1]) == window.limit:  # turns depend on the blocks' sizes alone
+        # then turns depend on the blocks' sizes alone
+        if isinstance(window, Fixed) or starts[1] >= window.steady_from:
             return NEVER
-        if not self._shared and size > 1:
+        balanced = self.turns == "balanced"
+        if not balanced and size > 1:
             return -1
-        assert isinstance(window, Growing)
-        share = window.filled_until(size, z) if self._shared else NEVER
+        share = window.filled_until(size, z) if balanced else NEVER
         # z blocks must hold the window when the last of them is closed
         return min(share, window.filled_until(z * size) + (z - 1) * size)
 

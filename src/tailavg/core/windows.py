@@ -90,8 +90,8 @@ class Fixed:
         object.__setattr__(self, "k", positive_int(self.k, "k"))
 
     @property
-    def limit(self) -> int:
-        """The size that is never exceeded."""
+    def steady_from(self) -> int:
+        """The step from which on the size is the same, and there are as many samples."""
         return self.k
 
     def size(self, t: Any) -> Any:
@@ -138,9 +138,9 @@ class Growing:
         _ = self.ratio, self.most  # looked up now: a compiler that traces `size` could not
 
     @property
-    def limit(self) -> int | None:
-        """The size that is never exceeded, if there is one."""
-        return self.at_most
+    def steady_from(self) -> int:
+        """The step from which on the size is the same, and there are as many samples."""
+        return NEVER if self.at_most is None else self._capped_from
 
     def size(self, t: Any) -> Any:
         """k_t = ct, at least 1 and at most the cap: a real number, without the paper's ceiling.

@@ -56,6 +56,7 @@ class TailAverage:
         "_count",
         "_dtype",
         "_end",
+        "_factors",
         "_means",
         "_nan_policy",
         "_scratch",
@@ -376,7 +377,7 @@ class TailAverage:
             exact = dtype.kind in "biu" or shape is None
             self._dtype = np.result_type(dtype, np.float64 if exact else np.float32)
         self._shape = shape
-        numbers = shape is None and self._dtype in (np.float64, np.complex128)
+        numbers = shape is None and self._dtype == np.float64
         self.__class__ = self._stores[type(self._clock), numbers]
         self._make_room()
 

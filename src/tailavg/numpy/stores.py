@@ -31,6 +31,7 @@ class Folding(TailAverage, Store):
     _means: list[Any]
     _sum: Any
     _until: int  # the step before which a sample needs nothing but an addition
+    _factors: Any  # of the samples up to then, from the end
     _split: tuple[Any, ...]  # how numbers are read; see `Numbers`
     _scratch: Any
 
@@ -49,6 +50,7 @@ class Folding(TailAverage, Store):
         """Look up when the next event is due, after the last one."""
         self._count = self._clock.count
         self._until = self._clock.next if self._nan_policy == "propagate" else -1
+        self._factors = self._clock.factors
         self._split = (-1,)
 
     def _prepare(self) -> None:
@@ -200,18 +202,13 @@ class Folding(TailAverage, Store):
 
 
 class Numbers(Folding, clock=BlockClock, numbers=True):
-    """Python numbers, in blocks."""
+    """Floats, in blocks."""
 
     __slots__ = ()
 
     def _make_room(self) -> None:
         super()._make_room()
         self._sum = 0.0
-
-    def _schedule(self) -> None:
-        super()._schedule()
-        if self._dtype.kind == "c":  # a float is to be converted
-            self._until = -1
 
     def _accumulate(self, sample: Array, factor: float) -> None:
         self._sum += self._dtype.type(sample).item() * factor
@@ -224,6 +221,9 @@ class Numbers(Folding, clock=BlockClock, numbers=True):
 
     def _set_sum(self, total: Any) -> None:
         self._sum = total
+
+    def fold(self, total: float, weight: float, carry: float) -> None:
+        self._means[-1], self._sum = joined(self._means[-1], self._sum, total, weight, carry)
 
     def update(self, x: Any) -> None:
         t = self._count
@@ -279,17 +279,18 @@ class Numbers(Folding, clock=BlockClock, numbers=True):
 
 
 class DecayingNumbers(Numbers, clock=DecayClock, numbers=True):
-    """Python numbers, in an exponential average."""
+    """Floats, in an exponential average."""
 
     __slots__ = ()
 
     def update(self, x: Any) -> None:
         t = self._count
-        if x.__class__ is float and self._until >= 0:
-            if t >= self._until:
+        until = self._until
+        if x.__class__ is float and until >= 0:
+            if t >= until:
                 self._prepare()
-            clock = self._clock
-            self._sum += x * clock.factors[t - clock.folded]
+                until = self._until
+            self._sum += x * self._factors[t - until]
             self._count = t + 1
             return
         TailAverage.update(self, x)
@@ -360,8 +361,7 @@ class DecayingArrays(Arrays, clock=DecayClock):
         ):
             if self._scratch is None:
                 self._scratch = aligned_zeros(x.shape, x.dtype)
-            clock = self._clock
-            _multiply(x, clock.factors[t - clock.folded], self._scratch)
+            _multiply(x, self._factors[t - self._until], self._scratch)
             _add(self._sum, self._scratch, self._sum)
             self._count = t + 1
             return
