@@ -2,10 +2,11 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
-from tailavg import AnytimeWindow
+from tailavg import AnytimeWindow, Exponential, TailAverage
 from tailavg.torch import ParameterAverage
 from torch_models import History, Walk, assert_averages, bits, saved, small, snapshot
 
@@ -113,3 +114,17 @@ def test_a_step_that_the_gradient_scaler_skips_is_no_update(fused):
     assert taken == 16
     assert average.count == 16
     assert_averages(average.averaged_state_dict(), history.average(average.rule))
+
+
+@pytest.mark.parametrize("rule", [AnytimeWindow(2000), Exponential(2000)], ids=str)
+@pytest.mark.parametrize("when", [100, 300])
+def test_an_infinity_that_meets_a_fold_stays_an_infinity(rule, when):
+    weight = torch.zeros(3)
+    average, numpy = ParameterAverage({"weight": weight}, rule), TailAverage(rule, dtype="float32")
+    for t in range(800):
+        weight.copy_(torch.tensor([1.0, math.inf if t == when else 2.0, -math.inf]))
+        average.update()
+        numpy.update(weight.numpy())
+    got = average.averaged_state_dict()["weight"]
+    np.testing.assert_allclose(got, numpy.value(), rtol=1e-6)
+    np.testing.assert_allclose(got, [1.0, math.inf, -math.inf], rtol=1e-6)
