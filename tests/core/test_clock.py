@@ -9,7 +9,7 @@ from cases import anytime_windows, of_rules
 from model import weight_matrix
 from schedule import advance
 from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, Growing, RawTail, TailAverage
-from tailavg.core.clock import FOLD, SUM, BlockClock, Store, clock_for, factors, starts_at
+from tailavg.core.clock import FOLD, SMALLEST, SUM, BlockClock, Store, clock_for, factors, starts_at
 from tailavg.core.equation import read
 from tailavg.core.windows import NEVER
 
@@ -146,12 +146,12 @@ def test_all_samples_stay_for_good_in_a_window_of_everything():
 @of_rules([Exponential(10), Exponential(400), Exponential(0.3), Exponential(0.001)])
 @pytest.mark.parametrize("folded", [0, 1, 5, 100, 5000])
 def test_factors_are_those_of_the_decays(rule, folded):
-    decay, fresh, scales = factors(rule, folded, FOLD, 2.0**-11)
+    decay, fresh, scales = factors(rule, folded, FOLD, SMALLEST)
     decays = rule.decay(np.arange(folded + 1, folded + len(fresh) + 1))
     assert decay == decays[0]
     np.testing.assert_allclose(scales, np.cumprod(np.append(1.0, decays[1:])), rtol=1e-12)
     np.testing.assert_allclose(fresh * scales, 1 - decays, rtol=1e-12)
-    assert scales.min() >= 2.0**-11
+    assert scales.min() >= SMALLEST
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=6), st.integers(1, 300))

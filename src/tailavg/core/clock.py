@@ -13,6 +13,7 @@ follow it. JAX holds the same fields traced, in `tailavg.jax.clock`.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import lru_cache
@@ -41,7 +42,7 @@ __all__ = [
 FOLD = 256
 """How many samples are summed before the sum is folded into a mean: a float32 keeps 5 digits."""
 
-SMALLEST = 2.0**-11
+SMALLEST = math.exp(-8.0)
 """How far an `Exponential` may decay before its sum is folded: float32 keeps its digits."""
 
 SUM = -1

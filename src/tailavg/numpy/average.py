@@ -130,8 +130,10 @@ class TailAverage:
             >>> average.value()
             949.5
         """
-        rows, _ = self._checked_rows(numbers(xs, "samples"))
+        samples = numbers(xs, "samples")
+        rows, _ = self._checked_rows(samples)
         if len(rows):
+            self._begin_with(samples)
             self._add_rows(rows)
 
     def scan(self, xs: Any, window: Windows = None) -> Array:
@@ -143,18 +145,20 @@ class TailAverage:
             >>> TailAverage(2).scan([1.0, 3.0, 5.0, 7.0])
             array([1., 2., 4., 6.])
         """
-        before = self._count
-        rows, kept = self._checked_rows(numbers(xs, "samples"))
+        samples = numbers(xs, "samples")
+        rows, kept = self._checked_rows(samples)
         windows: list[Any] = list(window) if isinstance(window, list | tuple) else [window]
         if not windows:
             raise ValueError("window: expected at least one, got none")
         for one in windows:
             windowed(self.rule, one, self._count + len(rows))
-        values = [self.value(one) if before else np.nan for one in windows]
+        values = [self.value(one) if self._count else np.nan for one in windows]
+        if len(rows):
+            self._begin_with(samples)
         out: Array = np.empty((len(windows), *rows.shape), self._dtype)
         if len(rows):
             self._scan_rows(rows, windows, out)
-        shape = np.shape(xs)[1:]
+        shape = samples.shape[1:]
         every = out.reshape(len(windows), len(rows), *shape)
         if kept is not None:  # a sample that is left out leaves the average as it was
             first = np.empty((len(windows), 1, *shape), every.dtype)
@@ -381,6 +385,11 @@ class TailAverage:
         self.__class__ = self._stores[type(self._clock), numbers]
         self._make_room()
 
+    def _begin_with(self, samples: Array) -> None:
+        """Begin with the first of many samples, if there was none before."""
+        if not self._count:
+            self._begin(samples.shape[1:] if samples.ndim > 1 else None, samples.dtype)
+
     # Checks.
 
     @property
@@ -415,8 +424,6 @@ class TailAverage:
                 )
             kept = np.logical_not(bad)
             rows = rows[kept]
-        if not self._count and len(rows):
-            self._begin(xs.shape[1:] if xs.ndim > 1 else None, xs.dtype)
         return rows, kept
 
     def _check_kind(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:

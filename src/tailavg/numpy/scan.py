@@ -144,7 +144,7 @@ def alike_blocks(
         for block in range(z):
             old = held[block : block + n, None]
             sums[:, : needed[block]] += old * weights[block, : needed[block], None]
-        out[part] = sums.reshape(-1, width)
+        out[part] = sums.reshape(n * size, width)
     return end, held[-1 - z :]
 
 
