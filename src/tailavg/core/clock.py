@@ -48,6 +48,7 @@ SMALLEST = math.exp(-8.0)
 SUM = -1
 """Stands for the sum of the samples that are in no mean yet, in place of a block."""
 
+_SHARED = 8 * FOLD  # steps whose decays are computed at once
 _TURNS, _MERGES = 300, 100  # that are replayed to check a state: they take a millisecond
 
 
@@ -365,20 +366,37 @@ def factors(
     Of as many samples as G is not too small for, at least and at most so many. They are the same
     once the decay is constant.
     """
-    steady = folded >= rule.window.steady_from
-    return _factors(rule, NEVER // 2 if steady else folded, most, smallest, least)
+    if folded >= rule.window.steady_from:
+        return _steady_factors(rule, most, smallest, least)
+    return _factors(rule, folded, most, smallest, least)
 
 
 @lru_cache(maxsize=8)
+def _steady_factors(
+    rule: Exponential, most: int, smallest: float, least: int
+) -> tuple[float, Reals, Reals]:
+    return _factors(rule, NEVER // 2, most, smallest, least)
+
+
 def _factors(
     rule: Exponential, folded: int, most: int, smallest: float, least: int
 ) -> tuple[float, Reals, Reals]:
-    decays = rule.decay(np.arange(folded + 1, folded + most + 1))
+    if most > FOLD:
+        decays = rule.decay(np.arange(folded + 1, folded + most + 1))
+    else:  # many folds share a look-up
+        first = folded % _SHARED
+        decays = _decays(rule, folded - first)[first : first + most]
     scales = np.ones(most)
     np.cumprod(decays[1:], out=scales[1:])
     n = most if scales[-1] >= smallest else max(least, int((scales < smallest).argmax()))
     with np.errstate(divide="ignore"):  # where a window of one sample has forgotten all
         return float(decays[0]), (1.0 - decays[:n]) / scales[:n], scales[:n]
+
+
+@lru_cache(maxsize=8)
+def _decays(rule: Exponential, start: int) -> Reals:
+    decays: Reals = rule.decay(np.arange(start + 1, start + _SHARED + FOLD + 1))
+    return decays
 
 
 class SampleClock(Clock):

@@ -57,6 +57,7 @@ class TailAverage:
         "_dtype",
         "_end",
         "_factors",
+        "_folded",
         "_means",
         "_nan_policy",
         "_scratch",

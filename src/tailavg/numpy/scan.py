@@ -126,24 +126,31 @@ def alike_blocks(
     sizes = np.arange(1.0, size + 1.0)
     *closed, opened = read([*[size] * z, sizes], window.size(clock.count))
     weights, each = np.reshape(closed, (z, size)), opened / sizes
-    needed = [np.count_nonzero(weight) for weight in weights]  # a zero must not meet an infinity
+    numbers, shares = width == 1 and dtype == np.float64, np.full(size, 1.0 / size)
     held = np.reshape(means, (z + 1, width)).astype(dtype)
     blocks = max(1, 8 * CHUNK // (size * max(1, width)))
     for done in range(0, end, blocks * size):
         part = slice(done, min(end, done + blocks * size))
         n = (part.stop - done) // size
         x = rows[part].reshape(n, size, width)
-        if size > 16:
+        with np.errstate(invalid="ignore", over="ignore"):
+            latest = x[:, :, 0] @ shares if numbers else x.sum(axis=1, dtype=dtype) / size
+        held = np.concatenate([held[len(held) - z :], latest.reshape(n, width)])
+        if numbers and np.isfinite(held).all():
+            # as products of matrices, in which a zero must not meet an infinity
+            before = np.array([held[i : i + n, 0] for i in range(z)]).reshape(z, n).T
+            if size <= 16:
+                sums = x[:, :, 0] @ (np.triu(np.ones((size, size))) * each)
+            else:
+                sums = np.cumsum(x[:, :, 0], axis=1, dtype=dtype)
+                sums *= each
+            sums += before @ weights
+        else:
             sums = np.cumsum(x, axis=1, dtype=dtype)
-        else:  # all blocks at once: there are many
-            sums = x.astype(dtype)
-            for i in range(1, size):
-                sums[:, i] += sums[:, i - 1]
-        held = np.concatenate([held[len(held) - z :], sums[:, -1] / size])
-        sums *= each[:, None]
-        for block in range(z):
-            old = held[block : block + n, None]
-            sums[:, : needed[block]] += old * weights[block, : needed[block], None]
+            sums *= each[:, None]
+            for i, weight in enumerate(weights):
+                needed = np.count_nonzero(weight)
+                sums[:, :needed] += held[i : i + n, None] * weight[:needed, None]
         out[part] = sums.reshape(n * size, width)
     return end, held[-1 - z :]
 

@@ -31,7 +31,8 @@ class Folding(TailAverage, Store):
     _means: list[Any]
     _sum: Any
     _until: int  # the step before which a sample needs nothing but an addition
-    _factors: Any  # of the samples up to then, from the end
+    _factors: Any  # of the samples since `_folded`, up to then
+    _folded: int
     _split: tuple[Any, ...]  # how numbers are read; see `Numbers`
     _scratch: Any
 
@@ -50,7 +51,7 @@ class Folding(TailAverage, Store):
         """Look up when the next event is due, after the last one."""
         self._count = self._clock.count
         self._until = self._clock.next if self._nan_policy == "propagate" else -1
-        self._factors = self._clock.factors
+        self._factors, self._folded = self._clock.factors, self._clock.folded
         self._split = (-1,)
 
     def _prepare(self) -> None:
@@ -285,19 +286,17 @@ class DecayingNumbers(Numbers, clock=DecayClock, numbers=True):
 
     def update(self, x: Any) -> None:
         t = self._count
-        until = self._until
-        if x.__class__ is float and until >= 0:
-            if t >= until:
+        if x.__class__ is float and self._until >= 0:
+            if t >= self._until:
                 self._prepare()
-                until = self._until
-            self._sum += x * self._factors[t - until]
+            self._sum += x * self._factors[t - self._folded]
             self._count = t + 1
             return
         TailAverage.update(self, x)
 
     def value(self, window: AnyWindow | None = None) -> Any:
         clock = self._clock
-        rest = self._count - clock.folded
+        rest = self._count - self._folded
         if not rest or window is not None:
             return self._average(window)
         scale = clock.scales[rest - 1]
@@ -361,7 +360,7 @@ class DecayingArrays(Arrays, clock=DecayClock):
         ):
             if self._scratch is None:
                 self._scratch = aligned_zeros(x.shape, x.dtype)
-            _multiply(x, self._factors[t - self._until], self._scratch)
+            _multiply(x, self._factors[t - self._folded], self._scratch)
             _add(self._sum, self._scratch, self._sum)
             self._count = t + 1
             return
