@@ -306,20 +306,26 @@ class DecayClock(Clock):
     the factor w: a decay of 0, as of a window of one sample, divides nothing.
     """
 
-    __slots__ = ("_steady_from", "decay", "factors", "scales")
+    __slots__ = ("_scales", "_steady_from", "decay", "factors")
 
     rule: Exponential
     decay: float
     """g_{f+1}."""
     factors: list[float]
-    scales: list[float]
-    """G_i of each sample after the fold."""
+    _scales: list[float] | Reals
+
+    @property
+    def scales(self) -> list[float]:
+        """G_i of each sample after the fold."""
+        if not isinstance(self._scales, list):  # not every fold is followed by a read
+            self._scales = self._scales.tolist()
+        return self._scales
 
     def _restored(self, count: int, starts: list[int], folded: int) -> bool:
         if not (0 <= folded <= count <= folded + FOLD and starts == [0][:count]):
             return False
-        # in single precision a fold may come a step later
-        found = factors(self.rule, folded, FOLD, SMALLEST, max(1, count - folded))
+        with np.errstate(divide="ignore"):  # in single precision a fold may come a step later
+            found = factors(self.rule, folded, FOLD, SMALLEST, max(1, count - folded))
         if found[2][-1] < SMALLEST**2:
             return False
         self.blocks, self.count, self.folded = [0], count, folded
@@ -328,7 +334,8 @@ class DecayClock(Clock):
         return True
 
     def _use(self, found: tuple[float, Reals, Reals]) -> None:
-        self.decay, self.factors, self.scales = found[0], found[1].tolist(), found[2].tolist()
+        self.decay, self.factors = found[0], found[1].tolist()
+        self._scales = found[2]
         self.next = self.folded + len(self.factors)
 
     @property
@@ -389,8 +396,7 @@ def _factors(
     scales = np.ones(most)
     np.cumprod(decays[1:], out=scales[1:])
     n = most if scales[-1] >= smallest else max(least, int((scales < smallest).argmax()))
-    with np.errstate(divide="ignore"):  # where a window of one sample has forgotten all
-        return float(decays[0]), (1.0 - decays[:n]) / scales[:n], scales[:n]
+    return float(decays[0]), (1.0 - decays[:n]) / scales[:n], scales[:n]
 
 
 @lru_cache(maxsize=8)

@@ -286,12 +286,16 @@ class DecayingNumbers(Numbers, clock=DecayClock, numbers=True):
 
     def update(self, x: Any) -> None:
         t = self._count
-        if x.__class__ is float and self._until >= 0:
-            if t >= self._until:
+        if x.__class__ is float:
+            if t < self._until:
+                self._sum += x * self._factors[t - self._folded]
+                self._count = t + 1
+                return
+            if self._until >= 0:  # something is due, and nothing needs a check
                 self._prepare()
-            self._sum += x * self._factors[t - self._folded]
-            self._count = t + 1
-            return
+                self._sum += x * self._factors[0]
+                self._count = t + 1
+                return
         TailAverage.update(self, x)
 
     def value(self, window: AnyWindow | None = None) -> Any:
