@@ -317,9 +317,10 @@ class DecayClock(Clock):
     @property
     def scales(self) -> list[float]:
         """G_i of each sample after the fold."""
-        if not isinstance(self._scales, list):  # not every fold is followed by a read
-            self._scales = self._scales.tolist()
-        return self._scales
+        scales = self._scales
+        if not isinstance(scales, list):  # not every fold is followed by a read
+            self._scales = scales = scales.tolist()
+        return scales
 
     def _restored(self, count: int, starts: list[int], folded: int) -> bool:
         if not (0 <= folded <= count <= folded + FOLD and starts == [0][:count]):
