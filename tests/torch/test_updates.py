@@ -128,3 +128,18 @@ def test_an_infinity_that_meets_a_fold_stays_an_infinity(rule, when):
     got = average.averaged_state_dict()["weight"]
     np.testing.assert_allclose(got, numpy.value(), rtol=1e-6)
     np.testing.assert_allclose(got, [1.0, math.inf, -math.inf], rtol=1e-6)
+
+
+def test_a_move_does_not_make_a_broken_average_whole(monkeypatch):
+    average = ParameterAverage(small(), 10)
+    average.update()
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(average._accumulators._groups[0]), "add", fail)
+    with pytest.raises(KeyboardInterrupt):
+        average.update()
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match="not whole"):
+        average.to("cpu")

@@ -137,7 +137,7 @@ class Clock(ABC):
         """
 
     def restore(self, count: int, starts: Sequence[int], folded: int) -> None:
-        """Go on from there. Raise a ValueError, and change nothing, if the rule cannot come there.
+        """Resume from this state. Raise a ValueError, and change nothing, if it is impossible.
 
         The time it takes does not depend on `count`.
         """
@@ -149,7 +149,7 @@ class Clock(ABC):
 
     @abstractmethod
     def _restored(self, count: int, starts: list[int], folded: int) -> bool:
-        """Go on from there, if that is possible."""
+        """Resume from this state, if it is possible."""
 
 
 class BlockClock(Clock):
@@ -185,6 +185,9 @@ class BlockClock(Clock):
 
     def _schedule(self) -> None:
         self.closes = self.rule.closes(self.blocks)
+        self._look_ahead()
+
+    def _look_ahead(self) -> None:
         self.next = min(self.closes, self.folded + FOLD)
 
     @property
@@ -195,7 +198,7 @@ class BlockClock(Clock):
     def fold(self) -> tuple[float, float, float]:
         count, size, rest = self.count, self.count - self.blocks[-1], self.count - self.folded
         self.folded = count
-        self.next = min(self.closes, count + FOLD)
+        self._look_ahead()
         return rest, rest / size, size
 
     def turn(self) -> tuple[int, float] | None:
@@ -289,7 +292,7 @@ class BlockClock(Clock):
                 self._open(self.closes)
             self.closes = self.rule.closes(self.blocks)
         self.count, self.folded = t, max(self.folded, self.blocks[-1])
-        self.next = min(self.closes, self.folded + FOLD)
+        self._look_ahead()
         return True
 
 
@@ -371,8 +374,8 @@ def factors(
 ) -> tuple[float, Reals, Reals]:
     """g_{f+1}, the factors w_i / G_i and the scales G_i of a `DecayClock` after a fold.
 
-    Of as many samples as G is not too small for, at least and at most so many. They are the same
-    once the decay is constant.
+    They cover as many samples as keep G above `smallest`, but at least `least` and at most `most`.
+    Once the decay is constant they are always the same.
     """
     if folded >= rule.window.steady_from:
         return _steady_factors(rule, most, smallest, least)

@@ -203,8 +203,8 @@ class AnyTail:
     def merged(self, starts: Sequence[int], t: int) -> int:
         """The block that is merged with the one before it when a block is opened at step t.
 
-        The two whose joint size is least against the samples since their end: that ratio is what
-        a window that ends inside them touches too much. If no window that is allowed ends there
+        The two whose joint size is least against the samples since their end: that ratio is
+        how far a window that ends inside them overshoots. If no window that is allowed ends there
         yet, it counts as it will when the first one does.
         """
         p, q = fraction(self.shortest).as_integer_ratio()

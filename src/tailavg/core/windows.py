@@ -45,7 +45,7 @@ TIE = Fraction(1, 10**12)
 
 _TIE = float(TIE)
 BITS = 60
-"""Of the fraction by which steps are stretched."""
+"""Fractional bits of the ratio by which steps are stretched."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Fixed:
 
     @property
     def steady_from(self) -> int:
-        """The step from which on the size is the same, and there are as many samples."""
+        """The first step from which the size no longer changes and that many samples exist."""
         return self.k
 
     def size(self, t: Any) -> Any:
@@ -130,7 +130,7 @@ class Growing:
         c = self.c
         if isinstance(c, bool | np.bool_) or not isinstance(c, Real):
             raise TypeError(f"c: expected a fraction in (0, 1], got {c!r} of {type(c).__name__}")
-        if not 0 < c <= 1:
+        if not 0 < float(c) <= 1:
             raise ValueError(f"c: expected a fraction in (0, 1], got {c!r}")
         object.__setattr__(self, "c", float(c))
         if self.at_most is not None:
@@ -139,7 +139,7 @@ class Growing:
 
     @property
     def steady_from(self) -> int:
-        """The step from which on the size is the same, and there are as many samples."""
+        """The first step from which the size no longer changes and that many samples exist."""
         return NEVER if self.at_most is None else self._capped_from
 
     def size(self, t: Any) -> Any:
@@ -221,7 +221,7 @@ class Growing:
             >>> Growing(0.25).filled_until(1000), Growing(0.25).filled_at(3000)
             (3000, 4000)
         """
-        growing = (size << BITS) // (self.stretch(parts) - (1 << BITS))
+        growing = (size << BITS) // max(1, self.stretch(parts) - (1 << BITS))
         return growing if self.at_most is None else min(growing, self._capped_from - 1 - size)
 
     def stretch(self, parts: int) -> int:

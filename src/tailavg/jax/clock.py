@@ -126,7 +126,7 @@ class TracedBlocks(NamedTuple):
     """The place of the newest mean; older means precede it, in a ring."""
 
     def serves(self, rule: AnytimeWindow | Exponential) -> bool:
-        """Whether this clock belongs to such a rule."""
+        """Whether a rule of this kind, with as many accumulators, may use this clock."""
         return isinstance(rule, AnytimeWindow) and rule.accumulators == len(self.starts)
 
     def step(self, rule: AnytimeWindow, t: Array) -> tuple[Step, TracedBlocks]:
@@ -186,7 +186,7 @@ class TracedDecay(NamedTuple):
     """The logarithm of G at the last of them."""
 
     def serves(self, rule: AnytimeWindow | Exponential) -> bool:
-        """Whether this clock belongs to such a rule."""
+        """Whether a rule of this kind, with as many accumulators, may use this clock."""
         return isinstance(rule, Exponential)
 
     def step(self, rule: Exponential, t: Array) -> tuple[Step, TracedDecay]:

@@ -23,9 +23,9 @@ def aligned_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
 
 
 def joined(mean: Any, summed: Any, total: float, weight: float, carry: float) -> tuple[Any, Any]:
-    """A mean and a sum as one mean; and what that rounds off, as the beginning of the next sum.
+    """A mean and a sum as one mean; and what that rounds off, which starts the next sum.
 
-    So a thousand folds round no more than one. See `tailavg.core.clock.Store.fold`.
+    So a thousand folds lose no more than one. See `tailavg.core.clock.Store.fold`.
     """
     fresh = summed / total
     if weight == 1.0:

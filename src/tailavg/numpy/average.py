@@ -13,14 +13,14 @@ import numpy.typing as npt
 from tailavg.core import state as layout
 from tailavg.core.clock import Clock, clock_for
 from tailavg.core.profile import Profile, dense_weights, profile
-from tailavg.core.rules import Rule, as_rule, windowed
+from tailavg.core.rules import AnyTail, Rule, as_rule, windowed
 from tailavg.core.windows import AnyWindow, Reals
 from tailavg.numpy.arithmetic import Array
 
 __all__ = ["TailAverage", "Windows"]
 
 NanPolicy = Literal["propagate", "raise", "omit"]
-Windows = AnyWindow | Sequence[AnyWindow] | None
+Windows = AnyWindow | list[AnyWindow] | tuple[AnyWindow, ...] | None
 
 
 class TailAverage:
@@ -148,12 +148,19 @@ class TailAverage:
         """
         samples = numbers(xs, "samples")
         rows, kept = self._checked_rows(samples)
-        windows: list[Any] = list(window) if isinstance(window, list | tuple) else [window]
+        several = isinstance(window, list | tuple)
+        windows: list[Any] = list(window) if several else [window]  # type: ignore[arg-type]
         if not windows:
             raise ValueError("window: expected at least one, got none")
         for one in windows:
             windowed(self.rule, one, self._count + len(rows))
-        values = [self.value(one) if self._count else np.nan for one in windows]
+        if several and not isinstance(self.rule, AnyTail):
+            raise ValueError(
+                f"window: expected none, since {self.rule} has its own, got {window!r}"
+            )
+        before = [
+            self.value(one) if self._count and kept is not None else np.nan for one in windows
+        ]
         if len(rows):
             self._begin_with(samples)
         out: Array = np.empty((len(windows), *rows.shape), self._dtype)
@@ -163,10 +170,10 @@ class TailAverage:
         every = out.reshape(len(windows), len(rows), *shape)
         if kept is not None:  # a sample that is left out leaves the average as it was
             first = np.empty((len(windows), 1, *shape), every.dtype)
-            for averages, value in zip(first, values, strict=True):
+            for averages, value in zip(first, before, strict=True):
                 averages[0] = value
             every = np.concatenate([first, every], axis=1)[:, np.cumsum(kept)]
-        return every if isinstance(window, list | tuple) else every[0]
+        return every if several else every[0]
 
     @property
     def rule(self) -> Rule:
@@ -328,7 +335,7 @@ class TailAverage:
         return TailAverage.from_state_dict, (self.state_dict(),)
 
     def __eq__(self, other: object) -> bool:
-        """Whether both are in the same state, to the bit (a NaN equals a NaN)."""
+        """Whether both are in the same state: equal numbers, and a NaN equals a NaN."""
         if not isinstance(other, TailAverage):
             return NotImplemented
         mine, its = self.state_dict(), other.state_dict()

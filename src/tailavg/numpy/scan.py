@@ -13,7 +13,7 @@ import numpy as np
 
 from tailavg.core.clock import BlockClock, SampleClock, factors
 from tailavg.core.equation import read, root
-from tailavg.core.rules import Exponential, window_of, windowed
+from tailavg.core.rules import Exponential, window_of
 from tailavg.core.windows import AnyWindow
 from tailavg.numpy.arithmetic import Array, sum_rows, wide
 
@@ -117,14 +117,14 @@ def alike_blocks(
     """
     width, dtype = rows.shape[1], wide(out.dtype)
     size, until = clock.alike()
-    window = windowed(clock.rule, None, clock.count)
-    fixed = size and window.size(clock.count) == window.size(until)
+    rule: Any = clock.rule
+    fixed = size and rule.size(clock.count) == rule.size(until)
     end = min(until + size - clock.count, len(rows)) // size * size if fixed else 0
     if not end or end < 2 * size or size * width > 8 * CHUNK:
         return 0, np.empty(0)
     z = clock.rule.accumulators - 1
     sizes = np.arange(1.0, size + 1.0)
-    *closed, opened = read([*[size] * z, sizes], window.size(clock.count))
+    *closed, opened = read([*[size] * z, sizes], rule.size(clock.count))
     weights, each = np.reshape(closed, (z, size)), opened / sizes
     numbers, shares = width == 1 and dtype == np.float64, np.full(size, 1.0 / size)
     held = np.reshape(means, (z + 1, width)).astype(dtype)

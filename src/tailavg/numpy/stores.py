@@ -115,7 +115,6 @@ class Folding(TailAverage, Store):
     # Many samples at a time.
 
     def _add_rows(self, rows: Array) -> None:
-        self._prepare()
         if isinstance(self._clock, DecayClock):
             self._walk(rows, None)
         elif isinstance(self._clock.rule, AnyTail):
@@ -157,6 +156,7 @@ class Folding(TailAverage, Store):
 
     def _skip(self, rows: Array) -> None:
         """Take samples, but look only at those whose blocks will not be given up."""
+        self._prepare()
         clock = self._clock
         before, folded, opened = clock.count, clock.folded, clock.blocks[-1]
         held = dict(zip(clock.blocks, self._means, strict=True))
@@ -193,12 +193,21 @@ class Folding(TailAverage, Store):
 
     def _walk(self, rows: Array, out: Array | None) -> None:
         """Take samples into an exponential average, and write the average after each if asked."""
-        mean = np.reshape(self._average(None), -1).astype(wide(self._dtype))
-        mean = scans.decaying(self._clock.rule, self._count, mean, rows, out)
-        count = self._count + len(rows)
-        self._clock.restore(count, [0], count)
-        self._means = [self._as_mean(self._shaped(mean))]
-        self._set_sum(0.0)
+        clock, dtype = self._now, wide(self._dtype)
+        of_mean, of_sum = clock.weights()
+        if clock.count == clock.folded and clock.decay:
+            of_sum = 1.0 / clock.decay  # of what the last fold rounded off
+        mean = np.zeros(rows.shape[1], dtype)
+        for weight, part in ((of_mean, self._means[0]), (of_sum, self._sum)):
+            if weight:  # 0 times a NaN would be a NaN
+                mean += weight * np.reshape(part, -1).astype(dtype)
+        mean = self._shaped(scans.decaying(clock.rule, clock.count, mean, rows, out))
+        count = clock.count + len(rows)
+        clock.restore(count, [0], count)
+        self._means = [self._as_mean(mean)]
+        with np.errstate(invalid="ignore"):
+            lost = (mean - self._means[0]) * clock.decay
+        self._set_sum(np.where(np.isfinite(lost), lost, 0.0).astype(self._dtype)[()])
         self._schedule()
 
 
@@ -212,7 +221,7 @@ class Numbers(Folding, clock=BlockClock, numbers=True):
         self._sum = 0.0
 
     def _accumulate(self, sample: Array, factor: float) -> None:
-        self._sum += self._dtype.type(sample).item() * factor
+        self._sum += float(sample) * factor
 
     def _shaped(self, row: Array) -> Any:
         return row.item()

@@ -242,6 +242,7 @@ class Accumulators(Store):
         self, device: torch.device | str | int | None, tensors: Mapping[str, Tensor]
     ) -> Accumulators:
         """The same average on a device; None stands for the device of the tensors."""
+        self.require_whole()
         moved = Accumulators(self.clock.rule, tensors, self.dtype, device)
         moved.clock = self.clock
         for new, old in zip(chain(*moved.state()), chain(*self.state()), strict=True):
