@@ -180,8 +180,10 @@ class BlockClock(Clock):
         rising = blocks[0] >= 0 and all(a < b for a, b in pairwise([*blocks, count]))
         if not rising or count > rule.closes(blocks):
             return False
+        if isinstance(rule, AnyTail):  # its blocks cover the whole stream
+            return blocks[0] == 0
         # the last one was opened when the one before it was closed
-        return isinstance(rule, AnyTail) or rule.closes([-1, *blocks[:-1]]) == blocks[-1]
+        return rule.closes([-1, *blocks[:-1]]) == blocks[-1]
 
     def _schedule(self) -> None:
         self.closes = self.rule.closes(self.blocks)
@@ -426,7 +428,7 @@ class SampleClock(Clock):
         return list(range(self.count - self.kept, self.count))
 
     def fold(self) -> tuple[float, float, float]:
-        return 1.0, 1.0, 0.0
+        return 1.0, 1.0, 0.0  # one sample is its own mean
 
     def terms(self, window: AnyWindow | None = None) -> list[tuple[float, int]]:
         window_of(self.rule, window, self.count)

@@ -149,7 +149,7 @@ class TailAverage:
         samples = numbers(xs, "samples")
         rows, kept = self._checked_rows(samples)
         several = isinstance(window, list | tuple)
-        windows: list[Any] = list(window) if several else [window]  # type: ignore[arg-type]
+        windows: list[Any] = list(window) if isinstance(window, list | tuple) else [window]
         if not windows:
             raise ValueError("window: expected at least one, got none")
         for one in windows:
