@@ -121,9 +121,15 @@ def test_after_many_turns_the_last_start_must_follow_from_those_before(c, accumu
     assert clock.starts == starts
 
 
-@given(st.floats(1e-7, 1e-4), st.integers(2, 5), st.integers(1, 4000))
-def test_blocks_of_a_tiny_fraction_are_the_same_in_one_stride_or_turn_by_turn(c, places, t):
-    rule = AnytimeWindow(c, places)
+@given(
+    st.floats(1e-4, 0.3),
+    st.one_of(st.none(), st.integers(1, 60)),
+    st.integers(2, 5),
+    st.sampled_from(["balanced", "paper"]),
+    st.integers(1, 6000),
+)
+def test_blocks_are_the_same_in_one_stride_or_turn_by_turn(c, cap, places, turns, t):
+    rule = AnytimeWindow(Growing(c, cap), places, turns)
     clock = BlockClock(rule)
     for _ in range(t):
         clock.count = min(clock.closes, t)

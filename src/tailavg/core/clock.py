@@ -22,8 +22,16 @@ from itertools import pairwise
 import numpy as np
 
 from tailavg.core.equation import join
-from tailavg.core.rules import AnyTail, BlockRule, ExactWindow, Exponential, Rule, window_of
-from tailavg.core.windows import NEVER, AnyWindow, Reals, Window
+from tailavg.core.rules import (
+    AnyTail,
+    AnytimeWindow,
+    BlockRule,
+    ExactWindow,
+    Exponential,
+    Rule,
+    window_of,
+)
+from tailavg.core.windows import NEVER, AnyWindow, Fixed, Reals, Window
 
 __all__ = [
     "FOLD",
@@ -270,6 +278,19 @@ class BlockClock(Clock):
             return 0, 0
         return size, self.rule.alike_until(blocks, size)
 
+    def _cycle(self) -> tuple[int, int]:
+        """As `alike`, of the paper's turns: after a round of blocks all starts have moved alike.
+
+        A block is closed when those after the oldest hold the window: `shift` samples, for a while.
+        """
+        rule, blocks = self.rule, self.blocks
+        if not isinstance(rule, AnytimeWindow) or rule.turns == "balanced":
+            return 0, 0
+        window, shift = rule.window, rule.window.filled_at(blocks[1]) - blocks[1]
+        if isinstance(window, Fixed) or blocks[0] == blocks[1] or blocks[-1] - blocks[0] != shift:
+            return 0, 0
+        return shift, NEVER if blocks[1] >= window.steady_from else window.filled_until(shift)
+
     def advance(self, t: int, most: int = NEVER) -> bool:
         """Turn as often as it takes to come to step t; False if that is more than `most` times.
 
@@ -287,9 +308,10 @@ class BlockClock(Clock):
         while self.closes < t:
             if (most := most - 1) < 0:
                 return False
-            size, until = self.alike()
-            if size and (turns := (min(t - 1, until + size) - self.blocks[-1]) // size) > 0:
-                self.blocks = [start + turns * size for start in self.blocks]
+            for shift, until in (self.alike(), self._cycle()):
+                if shift and (turns := (min(t - 1, until + shift) - self.blocks[-1]) // shift) > 0:
+                    self.blocks = [start + turns * shift for start in self.blocks]
+                    break
             else:
                 self._open(self.closes)
             self.closes = self.rule.closes(self.blocks)
