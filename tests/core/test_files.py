@@ -1,0 +1,241 @@
+"""Files are whole, synced, private to one writer, and look as if `open` had written them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tailavg.core import files
+from tailavg.core.files import InUseError, check_writable, locked, whole_file
+
+
+def write(path: Path, data: bytes = b"new") -> None:
+    with whole_file(path) as file:
+        file.write(data)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def leftovers(folder: Path) -> list[str]:
+    return [found.name for found in folder.iterdir() if found.name.startswith(".")]
+
+
+def test_a_new_file_has_the_mode_that_open_gives(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        write(tmp_path / "ours")
+        (tmp_path / "theirs").write_bytes(b"new")
+    finally:
+        os.umask(before)
+    assert mode(tmp_path / "ours") == mode(tmp_path / "theirs") == 0o640
+
+
+def test_a_file_that_is_replaced_keeps_its_mode(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    path.chmod(0o604)
+    write(path)
+    assert (path.read_bytes(), mode(path)) == (b"new", 0o604)
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_symlink_is_followed(tmp_path: Path, exists: bool) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    target, link = tmp_path / "elsewhere" / "target", tmp_path / "link"
+    if exists:
+        target.write_bytes(b"old")
+    link.symlink_to(target)
+    write(link)
+    assert link.is_symlink()
+    assert target.read_bytes() == b"new"
+    assert not leftovers(tmp_path)
+    assert not leftovers(tmp_path / "elsewhere")
+
+
+def test_what_is_written_and_its_folder_are_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[tuple[int, bytes]] = []
+
+    def fsync(file: int) -> None:
+        found = os.fstat(file)
+        data = (
+            os.pread(os.open(f"/proc/self/fd/{file}", os.O_RDONLY), 100, 0)
+            if (stat.S_ISREG(found.st_mode))
+            else b"a folder"
+        )
+        synced.append((found.st_ino, data))
+
+    monkeypatch.setattr(files.os, "fsync", fsync)
+    write(tmp_path / "file", b"all of it")
+    assert synced == [
+        ((tmp_path / "file").stat().st_ino, b"all of it"),
+        (tmp_path.stat().st_ino, b"a folder"),
+    ]
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to(path)])
+def test_what_is_no_file_is_refused_and_stays(tmp_path: Path, make: object) -> None:
+    path = tmp_path / "it"
+    make(path)  # type: ignore[operator]
+    before = path.lstat()
+    for attempt in (check_writable, write):
+        with pytest.raises(OSError, match="it"):
+            attempt(path)
+    assert os.path.samestat(before, path.lstat())
+    assert os.listdir(tmp_path) == ["it"]  # noqa: PTH208
+
+
+def test_a_device_is_not_replaced() -> None:
+    with pytest.raises(OSError, match="regular file"):
+        write(Path("/dev/null"))
+    assert stat.S_ISCHR(Path("/dev/null").stat().st_mode)
+
+
+@pytest.mark.parametrize("name", ["x" * 255, "é" * 127, "%s.{}[0-9]*"])
+def test_any_name_that_open_takes_will_do(tmp_path: Path, name: str) -> None:
+    check_writable(tmp_path / name)
+    write(tmp_path / name)
+    with locked(tmp_path / name):
+        pass
+    assert [found.name for found in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("name", ["x" * 256, "no such folder/file"])
+def test_what_cannot_be_written_is_said_before(tmp_path: Path, name: str) -> None:
+    for attempt in (check_writable, write):
+        with pytest.raises(OSError):  # noqa: PT011
+            attempt(tmp_path / name)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_exception_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+
+    def interrupted() -> None:
+        with whole_file(path) as file:
+            file.write(b"new")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert path.read_bytes() == b"old"
+    assert not leftovers(tmp_path)
+
+
+WRITER = """
+import sys, time
+from tailavg.core.files import locked, whole_file
+with {context}(sys.argv[1]) as file:
+    if file is not None:
+        file.write(b"half of it")
+        file.flush()
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+
+
+def start(path: Path, context: str) -> subprocess.Popen[str]:
+    writer = subprocess.Popen(
+        [sys.executable, "-c", WRITER.format(context=context), str(path)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert writer.stdout is not None
+    assert writer.stdout.readline() == "ready\n"
+    return writer
+
+
+def kill(writer: subprocess.Popen[str]) -> None:
+    writer.send_signal(signal.SIGKILL)
+    writer.wait()
+    assert writer.stdout is not None
+    writer.stdout.close()
+
+
+def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    others = [".file.0123abcd.tmp", ".file2.01234567.tailavg", ".file.0123.tailavg"]
+    for name in others:
+        (tmp_path / name).write_bytes(b"of somebody else")
+    kill(start(path, "whole_file"))
+    assert path.read_bytes() == b"old"
+    assert len(leftovers(tmp_path)) == len(others) + 1
+    alive = start(path, "whole_file")  # this one removes it, and is at work itself
+    try:
+        assert len(leftovers(tmp_path)) == len(others) + 1
+        write(path)
+        assert len(leftovers(tmp_path)) == len(others) + 1
+    finally:
+        kill(alive)
+    write(path)
+    assert sorted(leftovers(tmp_path)) == sorted(others)
+
+
+def test_a_file_that_was_taken_for_a_leftover_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, calls = files._lock, []
+
+    def lock(file: int) -> bool:
+        if not calls:
+            (found,) = leftovers(tmp_path)
+            (tmp_path / found).unlink()
+        calls.append(file)
+        return original(file)
+
+    monkeypatch.setattr(files, "_lock", lock)
+    write(tmp_path / "file")
+    assert (tmp_path / "file").read_bytes() == b"new"
+    assert len(calls) == 2
+    assert not leftovers(tmp_path)
+
+
+def test_a_lock_keeps_others_out_until_its_process_ends(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    owner = start(path, "locked")
+    try:
+        with pytest.raises(InUseError, match="in use by another process"), locked(path):
+            pass
+    finally:
+        kill(owner)
+    with locked(path):
+        pass
+    assert not leftovers(tmp_path)
+
+
+def test_a_lock_is_held_by_one_at_a_time(tmp_path: Path) -> None:
+    """Processes that take and leave a lock, which is a file that comes and goes."""
+    (tmp_path / "count").write_text("0")
+    program = """
+import sys, time
+from pathlib import Path
+from tailavg.core.files import InUseError, locked
+count, done = Path(sys.argv[1]), 0
+while done < 100:
+    try:
+        with locked(count):
+            n = int(count.read_text())
+            time.sleep(0.0002)
+            count.write_text(str(n + 1))
+            done += 1
+    except InUseError:
+        pass
+"""
+    workers = [
+        subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "count")]) for _ in range(3)
+    ]
+    deadline = time.monotonic() + 60
+    assert [worker.wait(deadline - time.monotonic()) for worker in workers] == [0, 0, 0]
+    assert (tmp_path / "count").read_text() == "300"
