@@ -18,6 +18,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
+from operator import attrgetter
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -40,6 +42,7 @@ __all__ = [
     "BlockClock",
     "Clock",
     "DecayClock",
+    "Fields",
     "SampleClock",
     "Store",
     "clock_for",
@@ -89,10 +92,26 @@ class Store(ABC):
         """
 
 
+class Fields:
+    """What an object holds in some attributes, to be brought back if a change of it fails."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+        self.of = attrgetter(*names)
+
+    def bring_back(self, holder: object, held: Sequence[Any]) -> None:
+        """Let these attributes be what `of` found."""
+        for name, value in zip(self.names, held, strict=True):
+            setattr(holder, name, value)
+
+
 class Clock(ABC):
     """The scalar state of an average: how many samples, in which blocks, folded up to where."""
 
     __slots__ = ("blocks", "count", "folded", "next", "rule")
+
+    fields: ClassVar = Fields("blocks", "count", "folded", "next")
+    """All that changes; never in place."""
 
     rule: Rule
     factors: Sequence[float] = ()
@@ -165,6 +184,7 @@ class BlockClock(Clock):
 
     __slots__ = ("closes",)
 
+    fields = Fields(*Clock.fields.names, "closes")
     rule: BlockRule | AnyTail
     closes: int
     """The step after which the open block takes no more samples."""
@@ -335,6 +355,7 @@ class DecayClock(Clock):
 
     __slots__ = ("_scales", "_steady_from", "decay", "factors")
 
+    fields = Fields(*Clock.fields.names, "_scales", "decay", "factors")
     rule: Exponential
     decay: float
     """g_{f+1}."""

@@ -27,16 +27,19 @@ def joined(mean: Any, summed: Any, total: float, weight: float, carry: float) ->
 
     So a thousand folds lose no more than one. See `tailavg.core.clock.Store.fold`.
     """
-    fresh = summed / total
-    if weight == 1.0:
-        return fresh, 0.0
     if not isinstance(summed, np.ndarray):
+        fresh = summed / total
+        if weight == 1.0:
+            return fresh, 0.0
         step = (fresh - mean) * weight
         joint = mean + step
         lost = (step - (joint - mean)) * carry
         # there is no difference of infinities
         return (joint, lost) if lost - lost == 0 else (mean * (1 - weight) + fresh * weight, 0.0)
-    with np.errstate(invalid="ignore"):
+    with np.errstate(all="ignore"):
+        fresh = summed / total
+        if weight == 1.0:
+            return fresh, 0.0
         step = (fresh - mean) * weight
         joint = (mean + step).astype(mean.dtype, copy=False)  # a sum may come in more precision
         lost = (step - (joint - mean)) * carry

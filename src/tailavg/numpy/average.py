@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from tailavg.core import state as layout
-from tailavg.core.clock import Clock, clock_for
+from tailavg.core.clock import Clock, Fields, clock_for
 from tailavg.core.profile import Profile, dense_weights, profile
 from tailavg.core.rules import AnyTail, Rule, as_rule, windowed
 from tailavg.core.windows import AnyWindow, Reals
@@ -53,24 +53,31 @@ class TailAverage:
     __slots__ = (
         "_buffer",
         "_clock",
-        "_count",
         "_dtype",
+        "_due",
         "_end",
         "_factors",
-        "_folded",
+        "_left",
         "_means",
         "_nan_policy",
         "_scratch",
         "_shape",
         "_split",
         "_sum",
-        "_until",
     )
 
     _stores: ClassVar[dict[tuple[type[Clock], bool], type[TailAverage]]] = {}
 
+    # No sample is ever half taken. A plain update adds it to the sum between `_left = None` and the
+    # next number, with operators: Python handles signals at calls only. All else is in `_wholly`.
+
+    _fields: ClassVar = Fields("_dtype", "_due", "_shape")
+
     _clock: Clock
-    _count: int
+    _left: int | None
+    """How many more samples need nothing but an addition; None while one is made."""
+    _due: int
+    """The count after those."""
     _dtype: np.dtype[Any] | None
     _nan_policy: NanPolicy
     _shape: tuple[int, ...] | None  # None for numbers
@@ -90,7 +97,7 @@ class TailAverage:
         self._nan_policy = nan_policy
         self._dtype = None if dtype is None else _accumulator_dtype(np.dtype(dtype))
         self._shape = None
-        self._count = 0
+        self._due = self._left = 0
 
     def update(self, x: Any) -> None:
         """Take one sample: a number, or an array of the shape of the samples before.
@@ -103,11 +110,13 @@ class TailAverage:
             array([ 2., 20.])
         """
         sample = self._checked(x)
-        if sample is not None:
-            if not self._count:
-                number = not (sample.shape or isinstance(x, np.ndarray))
-                self._begin(None if number else sample.shape, sample.dtype)
+        if sample is None:
+            return
+        if self.count:
             self._add(sample)
+        else:
+            number = not (sample.shape or isinstance(x, np.ndarray))
+            self._wholly(self._add_first, sample, None if number else sample.shape)
 
     def value(self, window: AnyWindow | None = None) -> Any:
         """The average now: a float, or a new array. An `AnyTail` is asked for a window.
@@ -117,7 +126,7 @@ class TailAverage:
             Traceback (most recent call last):
             ValueError: value: expected at least one sample before the first read, got none
         """
-        if not self._count:
+        if not self._now.count:
             raise layout.nothing_yet("value")
         average = self._average(window)
         return average.item() if self._shape is None else average
@@ -134,8 +143,11 @@ class TailAverage:
         samples = numbers(xs, "samples")
         rows, _ = self._checked_rows(samples)
         if len(rows):
-            self._begin_with(samples)
-            self._add_rows(rows)
+            self._wholly(self._take_many, samples, rows)
+
+    def _take_many(self, samples: Array, rows: Array) -> None:
+        self._begin_with(samples)
+        self._add_rows(rows)
 
     def scan(self, xs: Any, window: Windows = None) -> Array:
         """Take many samples, and return the average after each.
@@ -153,14 +165,18 @@ class TailAverage:
         if not windows:
             raise ValueError("window: expected at least one, got none")
         for one in windows:
-            windowed(self.rule, one, self._count + len(rows))
+            windowed(self.rule, one, self.count + len(rows))
         if several and not isinstance(self.rule, AnyTail):
             raise ValueError(
                 f"window: expected none, since {self.rule} has its own, got {window!r}"
             )
-        before = [
-            self.value(one) if self._count and kept is not None else np.nan for one in windows
-        ]
+        every: Array = self._wholly(self._scan, samples, rows, kept, windows)
+        return every if several else every[0]
+
+    def _scan(self, samples: Array, rows: Array, kept: Array | None, windows: list[Any]) -> Array:
+        before: list[Any] = [np.nan] * len(windows)
+        if self._clock.count and kept is not None:
+            before = [self._average(window) for window in windows]
         if len(rows):
             self._begin_with(samples)
         out: Array = np.empty((len(windows), *rows.shape), self._dtype)
@@ -168,12 +184,13 @@ class TailAverage:
             self._scan_rows(rows, windows, out)
         shape = samples.shape[1:]
         every = out.reshape(len(windows), len(rows), *shape)
-        if kept is not None:  # a sample that is left out leaves the average as it was
-            first = np.empty((len(windows), 1, *shape), every.dtype)
-            for averages, value in zip(first, before, strict=True):
-                averages[0] = value
-            every = np.concatenate([first, every], axis=1)[:, np.cumsum(kept)]
-        return every if several else every[0]
+        if kept is None:
+            return every
+        # a sample that is left out leaves the average as it was
+        first = np.empty((len(windows), 1, *shape), every.dtype)
+        for averages, value in zip(first, before, strict=True):
+            averages[0] = value
+        return np.concatenate([first, every], axis=1)[:, np.cumsum(kept)]
 
     @property
     def rule(self) -> Rule:
@@ -193,7 +210,13 @@ class TailAverage:
     @property
     def count(self) -> int:
         """The number of samples so far, t."""
-        return self._count
+        left = self._left
+        if left is None:
+            raise RuntimeError(
+                "the average is not whole: a call was interrupted half-way; load a saved state, "
+                "or create a new average"
+            )
+        return self._due - left
 
     @property
     def size(self) -> float:
@@ -207,7 +230,7 @@ class TailAverage:
             >>> average.size
             250.0
         """
-        return float(windowed(self.rule, None, self._count).size(self._count))
+        return float(windowed(self.rule, None, self.count).size(self.count))
 
     def weights(self, window: AnyWindow | None = None) -> Reals:
         """The weight of each of the `count` samples, oldest first.
@@ -218,7 +241,8 @@ class TailAverage:
             >>> average.weights()
             array([0. , 0.5, 0.5])
         """
-        return dense_weights(windowed(self.rule, window, self._count), self._starts, self._count)
+        clock = self._now
+        return dense_weights(windowed(self.rule, window, clock.count), clock.starts, clock.count)
 
     def profile(self, window: AnyWindow | None = None) -> Profile:
         """A summary of the weights: effective size, mean age, oldest age.
@@ -230,9 +254,10 @@ class TailAverage:
             Profile(count=1000, size=100.0, effective_size=100.0, mean_age=49.5,
                     oldest_age=99, accumulators=3)
         """
-        if not self._count:
+        clock = self._now
+        if not clock.count:
             raise layout.nothing_yet("profile")
-        return profile(windowed(self.rule, window, self._count), self._starts, self._count)
+        return profile(windowed(self.rule, window, clock.count), clock.starts, clock.count)
 
     def state_dict(self) -> dict[str, Any]:
         """All there is to know, as plain data in the layout of `tailavg.core.state`.
@@ -245,7 +270,7 @@ class TailAverage:
             >>> resumed.value()
             4.0
         """
-        shape = self._shape or ()
+        shape, clock = self._shape or (), self._now
         means, folded, partial = self._held()
         blocks = np.array([np.broadcast_to(mean, shape) for mean in means], self._dtype)
         partial = np.array(np.broadcast_to(partial, shape), self._dtype)
@@ -254,8 +279,8 @@ class TailAverage:
             nan_policy=self._nan_policy,
             dtype=None if self._dtype is None else self._dtype.name,
             scalar=self._shape is None,
-            count=self._count,
-            starts=self._starts,
+            count=clock.count,
+            starts=clock.starts,
             blocks=blocks.tolist() if self._shape is None else blocks,
             folded=folded,
             partial=partial.tolist() if self._shape is None else partial,
@@ -303,9 +328,9 @@ class TailAverage:
             if not np.can_cast(np.result_type(blocks, partial), average._dtype, "same_kind"):
                 raise ValueError(f"state: blocks are not of dtype {average._dtype}")
             average._clock.restore(count, starts, folded)
-            average._count = count
             average._begin(None if state["scalar"] else shape, average._dtype)
             average._restore(blocks.astype(average._dtype), partial.astype(average._dtype))
+            average._commit()
         return average
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -350,17 +375,51 @@ class TailAverage:
             options.append(f"dtype={self._dtype.name!r}")
         if self._nan_policy != "propagate":
             options.append(f"nan_policy={self._nan_policy!r}")
-        samples = "no samples" if not self._count else f"{self._count} samples"
+        samples = "not whole" if self._left is None else f"{self.count or 'no'} samples"
         shape = f" of shape {self._shape}" if self._shape else ""
         return f"<TailAverage({', '.join(options)}): {samples}{shape}>"
 
+    # How a change is made.
+
+    def _wholly(self, change: Callable[..., Any], *arguments: Any) -> Any:
+        """Change the average, from the clock's count on: it happens wholly, or not at all."""
+        clock, kind, left = self._now, self.__class__, self._left
+        held, time = kind._fields.of(self), clock.fields.of(clock)
+        try:
+            self._left = None
+            result = change(*arguments)
+            self._commit()
+        except BaseException:  # if this is interrupted, too, the average is not whole
+            self._left = None
+            self.__class__ = kind
+            kind._fields.bring_back(self, held)
+            clock.fields.bring_back(clock, time)
+            self._left = left
+            raise
+        return result
+
+    def _commit(self) -> None:
+        """Count the samples that the clock has counted."""
+        self._due = self._clock.count
+        self._left = 0
+
+    @property
+    def _now(self) -> Clock:
+        """The clock, at this step: updates count without it until something is due."""
+        self._clock.count = self.count
+        return self._clock
+
     # What a store fills in. Samples reach it checked, as arrays, or as the rows of a matrix.
+    # All but `_add` are called by `_wholly`, or to read.
 
     def _make_room(self) -> None:
         """Hold no sample, in room for samples of this shape and dtype."""
 
     def _add(self, sample: Array) -> None:
-        """Take one sample."""
+        """Take one sample that is not the first."""
+
+    def _add_due(self, sample: Array) -> None:
+        """Do what is due, and take one sample."""
 
     def _add_rows(self, rows: Array) -> None:
         """Take many."""
@@ -395,15 +454,14 @@ class TailAverage:
 
     def _begin_with(self, samples: Array) -> None:
         """Begin with the first of many samples, if there was none before."""
-        if not self._count:
+        if not self._clock.count:
             self._begin(samples.shape[1:] if samples.ndim > 1 else None, samples.dtype)
 
-    # Checks.
+    def _add_first(self, sample: Array, shape: tuple[int, ...] | None) -> None:
+        self._begin(shape, sample.dtype)
+        self._add_due(sample)
 
-    @property
-    def _starts(self) -> list[int]:
-        self._clock.count = self._count
-        return self._clock.starts
+    # Checks.
 
     def _checked(self, x: Any) -> Array | None:
         """A sample as an array; None if it is to be left out."""
@@ -435,7 +493,7 @@ class TailAverage:
         return rows, kept
 
     def _check_kind(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-        if self._count and shape != (self._shape or ()):
+        if self.count and shape != (self._shape or ()):
             raise ValueError(f"sample: expected shape {self._shape or ()}, as before, got {shape}")
         if self._dtype is not None and dtype.kind == "c" and self._dtype.kind != "c":
             raise TypeError(f"sample: expected real numbers for {self._dtype}, got {dtype}")

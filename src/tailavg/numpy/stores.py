@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tailavg.core.clock import SUM, BlockClock, DecayClock, SampleClock, Store
+from tailavg.core.clock import SUM, BlockClock, DecayClock, Fields, SampleClock, Store
 from tailavg.core.equation import root
 from tailavg.core.rules import AnyTail, window_of
 from tailavg.core.windows import AnyWindow
@@ -18,7 +18,7 @@ from tailavg.numpy.average import TailAverage
 
 __all__ = ["Arrays", "DecayingArrays", "DecayingNumbers", "Folding", "Numbers", "Samples"]
 
-_add, _multiply, _ndarray = np.add, np.multiply, np.ndarray  # a look-up less in each update
+_multiply, _ndarray = np.multiply, np.ndarray  # a look-up less in each update
 
 
 class Folding(TailAverage, Store):
@@ -30,63 +30,66 @@ class Folding(TailAverage, Store):
     _clock: Any  # a BlockClock or a DecayClock
     _means: list[Any]
     _sum: Any
-    _until: int  # the step before which a sample needs nothing but an addition
-    _factors: Any  # of the samples since `_folded`, up to then
-    _folded: int
+    _factors: Any  # of the samples that are left, the last one first
     _split: tuple[Any, ...]  # how numbers are read; see `Numbers`
     _scratch: Any
 
-    @property
-    def _now(self) -> Any:
-        """The clock, at this step: updates count without it until something is due."""
-        self._clock.count = self._count
-        return self._clock
+    _fields = Fields(*TailAverage._fields.names, "_factors", "_means", "_split", "_sum")
 
     def _make_room(self) -> None:
         self._means = [0.0] * len(self._clock.blocks)
         self._scratch = None
-        self._schedule()
+        self._factors = self._split = ()
+        self._set_sum(0.0)
 
-    def _schedule(self) -> None:
-        """Look up when the next event is due, after the last one."""
-        self._count = self._clock.count
-        self._until = self._clock.next if self._nan_policy == "propagate" else -1
-        self._factors, self._folded = self._clock.factors, self._clock.folded
+    def _commit(self) -> None:
+        clock = self._clock
         self._split = (-1,)
-
-    def _prepare(self) -> None:
-        """Do what is due before the next sample."""
-        self._clock.count = self._count
-        self._clock.prepare(self)
-        self._schedule()
+        self._due, self._factors = clock.next, clock.factors[::-1]
+        if self._nan_policy != "propagate":  # every sample needs a look
+            self._due = clock.count
+        self._left = self._due - clock.count
 
     def _add(self, sample: Array) -> None:
-        if self._count >= self._clock.next:
-            self._prepare()
-        self._accumulate(sample, self._now.factor)
-        self._count += 1
+        clock, left = self._now, self._left
+        if clock.count >= clock.next:
+            self._wholly(self._add_due, sample)
+            return
+        term, due = self._term(sample, clock.factor), self._due
+        self._left = None
+        self._sum += term
+        if left:
+            self._left = left - 1
+        else:
+            self._due = due + 1
+            self._left = 0
+
+    def _add_due(self, sample: Array) -> None:
+        self._clock.prepare(self)
+        self._sum += self._term(sample, self._clock.factor)
+        self._clock.count += 1
 
     def fold(self, total: float, weight: float, carry: float) -> None:
         mean, lost = joined(self._means[-1], self._sum, total, weight, carry)
-        self._means[-1] = self._as_mean(mean)
+        self._means = [*self._means[:-1], self._as_mean(mean)]
         self._set_sum(lost)
 
     def turn(self, gone: int, weight: float) -> None:
-        means = self._means
+        before, rest = self._means[:gone], self._means[gone + 1 :]
         if weight:
-            with np.errstate(invalid="ignore"):
-                means[gone - 1] = means[gone - 1] * (1.0 - weight) + means[gone] * weight
-        self._means = [*means[:gone], *means[gone + 1 :], 0.0]
+            with np.errstate(all="ignore"):
+                before[-1] = before[-1] * (1.0 - weight) + self._means[gone] * weight
+        self._means = [*before, *rest, 0.0]
         self._set_sum(0.0)
 
     def _average(self, window: AnyWindow | None) -> Any:
         value: Any = np.zeros(self._shape, self._dtype) if self._shape else 0.0
-        for weight, block in self._now.terms(window):
+        for weight, block in self._clock.terms(window):
             value += weight * (self._sum if block == SUM else self._means[block])
         return value
 
     def _held(self) -> tuple[list[Any], int, Any]:
-        clock = self._now
+        clock = self._clock
         return self._means[len(self._means) - len(clock.starts) :], clock.folded, self._sum
 
     def _restore(self, blocks: Array, partial: Array) -> None:
@@ -97,8 +100,8 @@ class Folding(TailAverage, Store):
     # How samples are held.
 
     @abstractmethod
-    def _accumulate(self, sample: Array, factor: float) -> None:
-        """Add a sample, times a factor, to the sum."""
+    def _term(self, sample: Array, factor: float) -> Any:
+        """A sample times a factor, as it is added to the sum."""
 
     @abstractmethod
     def _shaped(self, row: Array) -> Any:
@@ -110,7 +113,7 @@ class Folding(TailAverage, Store):
 
     @abstractmethod
     def _set_sum(self, total: Any) -> None:
-        """Overwrite the sum (a sum that was multiplied by 0 would keep a NaN)."""
+        """Begin a new sum; the old one stays as it is."""
 
     # Many samples at a time.
 
@@ -137,8 +140,8 @@ class Folding(TailAverage, Store):
 
     def _run(self, rows: Array) -> Array:
         """The first of these rows, those that go into the open block."""
-        self._prepare()
-        return rows[: self._clock.closes - self._count]
+        self._clock.prepare(self)
+        return rows[: self._clock.closes - self._clock.count]
 
     def _take(self, run: Array) -> int:
         """Take samples that go into the open block; how many they are."""
@@ -150,14 +153,13 @@ class Folding(TailAverage, Store):
         """Hold this sum of the samples that are not folded, which are perhaps many."""
         if self._clock.overfull:  # in double precision, until it is folded
             mean, total = joined(self._means[-1], total, *self._clock.fold())
-            self._means[-1] = self._as_mean(mean)
+            self._means = [*self._means[:-1], self._as_mean(mean)]
         self._set_sum(total)
-        self._schedule()
 
     def _skip(self, rows: Array) -> None:
         """Take samples, but look only at those whose blocks will not be given up."""
-        self._prepare()
         clock = self._clock
+        clock.prepare(self)
         before, folded, opened = clock.count, clock.folded, clock.blocks[-1]
         held = dict(zip(clock.blocks, self._means, strict=True))
         clock.advance(before + len(rows))
@@ -177,7 +179,7 @@ class Folding(TailAverage, Store):
 
     def _scan_alike(self, rows: Array, out: Array) -> int:
         """Scan whole blocks at once, if that is possible from here on; the number of rows done."""
-        clock = self._now
+        clock = self._clock
         if clock.count < clock.closes or isinstance(clock.rule, AnyTail):
             return 0
         if clock.count > clock.folded:
@@ -188,12 +190,11 @@ class Folding(TailAverage, Store):
             self._set_sum(0.0)
             clock.advance(clock.count + done)
             clock.fold()  # all are in means
-        self._schedule()
         return done
 
     def _walk(self, rows: Array, out: Array | None) -> None:
         """Take samples into an exponential average, and write the average after each if asked."""
-        clock, dtype = self._now, wide(self._dtype)
+        clock, dtype = self._clock, wide(self._dtype)
         of_mean, of_sum = clock.weights()
         if clock.count == clock.folded and clock.decay:
             of_sum = 1.0 / clock.decay  # of what the last fold rounded off
@@ -208,7 +209,6 @@ class Folding(TailAverage, Store):
         with np.errstate(invalid="ignore"):
             lost = (mean - self._means[0]) * clock.decay
         self._set_sum(np.where(np.isfinite(lost), lost, 0.0).astype(self._dtype)[()])
-        self._schedule()
 
 
 class Numbers(Folding, clock=BlockClock, numbers=True):
@@ -216,12 +216,8 @@ class Numbers(Folding, clock=BlockClock, numbers=True):
 
     __slots__ = ()
 
-    def _make_room(self) -> None:
-        super()._make_room()
-        self._sum = 0.0
-
-    def _accumulate(self, sample: Array, factor: float) -> None:
-        self._sum += float(sample) * factor
+    def _term(self, sample: Array, factor: float) -> Any:
+        return float(sample) * factor
 
     def _shaped(self, row: Array) -> Any:
         return row.item()
@@ -232,31 +228,28 @@ class Numbers(Folding, clock=BlockClock, numbers=True):
     def _set_sum(self, total: Any) -> None:
         self._sum = total
 
-    def fold(self, total: float, weight: float, carry: float) -> None:
-        self._means[-1], self._sum = joined(self._means[-1], self._sum, total, weight, carry)
-
     def update(self, x: Any) -> None:
-        t = self._count
-        if x.__class__ is float:
-            if t < self._until:
-                self._sum += x
-                self._count = t + 1
-                return
-            if self._until >= 0:  # something is due, and nothing needs a check
-                self._prepare()
-                self._sum += x
-                self._count = t + 1
-                return
-        elif t < self._until and isinstance(x, float | int):
-            self._sum += float(x)
-            self._count = t + 1
+        left = self._left
+        if left:
+            if x.__class__ is not float:
+                if not isinstance(x, float | int):
+                    TailAverage.update(self, x)
+                    return
+                x = float(x)
+            self._left = None
+            self._sum += x
+            self._left = left - 1
+            return
+        if left == 0 and x.__class__ is float and self._nan_policy == "propagate":
+            self._wholly(self._add_due, x)
             return
         TailAverage.update(self, x)
 
     def value(self, window: AnyWindow | None = None) -> Any:
-        t = self._count
-        split = self._split
+        left, split = self._left, self._split
+        t = self.count if left is None else self._due - left
         if t >= split[0] or window is not None:
+            self._clock.count = t
             if window is not None or isinstance(self._clock.rule, AnyTail):
                 return self._average(window)
             self._split = split = self._look()
@@ -272,7 +265,7 @@ class Numbers(Folding, clock=BlockClock, numbers=True):
         The oldest block that has a weight (its size and mean) is joined to all samples since a
         step, of which some are folded (how many, and their mean).
         """
-        clock = self._now
+        clock = self._clock
         window = clock.rule.window
         oldest, since, until = clock.split(window)
         old, old_mean = 0, 0.0
@@ -294,23 +287,25 @@ class DecayingNumbers(Numbers, clock=DecayClock, numbers=True):
     __slots__ = ()
 
     def update(self, x: Any) -> None:
-        t = self._count
-        if x.__class__ is float:
-            if t < self._until:
-                self._sum += x * self._factors[t - self._folded]
-                self._count = t + 1
-                return
-            if self._until >= 0:  # something is due, and nothing needs a check
-                self._prepare()
-                self._sum += x * self._factors[0]
-                self._count = t + 1
-                return
+        left = self._left
+        if left and x.__class__ is float:
+            left -= 1
+            self._left = None
+            self._sum += x * self._factors[left]
+            self._left = left
+            return
+        if left == 0 and x.__class__ is float and self._nan_policy == "propagate":
+            self._wholly(self._add_due, x)
+            return
         TailAverage.update(self, x)
 
     def value(self, window: AnyWindow | None = None) -> Any:
         clock = self._clock
-        rest = self._count - self._folded
+        left = self._left
+        t = self.count if left is None else self._due - left
+        rest = t - clock.folded
         if not rest or window is not None:
+            clock.count = t
             return self._average(window)
         scale = clock.scales[rest - 1]
         value = scale * self._sum
@@ -323,14 +318,9 @@ class Arrays(Folding, clock=BlockClock):
 
     __slots__ = ()
 
-    def _make_room(self) -> None:
-        super()._make_room()
-        self._sum = aligned_zeros(self._shape or (), self._dtype)
-
-    def _accumulate(self, sample: Array, factor: float) -> None:
-        if factor != 1.0:
-            sample = _multiply(sample, factor, dtype=self._dtype, casting="same_kind")
-        _add(self._sum, sample, self._sum, casting="same_kind")
+    def _term(self, sample: Array, factor: float) -> Any:
+        term = sample.astype(self._dtype, copy=False)
+        return term if factor == 1.0 else term * factor
 
     def _shaped(self, row: Array) -> Any:
         return row.reshape(self._shape or ())
@@ -339,21 +329,19 @@ class Arrays(Folding, clock=BlockClock):
         return np.asarray(mean, self._dtype)
 
     def _set_sum(self, total: Any) -> None:
-        self._sum[...] = total
+        fresh = aligned_zeros(self._shape or (), self._dtype)
+        fresh[...] = total
+        self._sum = fresh
 
     def _average(self, window: AnyWindow | None) -> Any:
         return np.asarray(super()._average(window), self._dtype)
 
     def update(self, x: Any) -> None:
-        t = self._count
-        if (
-            t < self._until
-            and x.__class__ is _ndarray
-            and x.shape == self._shape
-            and x.dtype is self._dtype
-        ):
-            _add(self._sum, x, self._sum)
-            self._count = t + 1
+        left = self._left
+        if left and x.__class__ is _ndarray and x.shape == self._shape and x.dtype is self._dtype:
+            self._left = None
+            self._sum += x
+            self._left = left - 1
             return
         TailAverage.update(self, x)
 
@@ -364,18 +352,15 @@ class DecayingArrays(Arrays, clock=DecayClock):
     __slots__ = ()
 
     def update(self, x: Any) -> None:
-        t = self._count
-        if (
-            t < self._until
-            and x.__class__ is _ndarray
-            and x.shape == self._shape
-            and x.dtype is self._dtype
-        ):
+        left = self._left
+        if left and x.__class__ is _ndarray and x.shape == self._shape and x.dtype is self._dtype:
             if self._scratch is None:
                 self._scratch = aligned_zeros(x.shape, x.dtype)
-            _multiply(x, self._factors[t - self._folded], self._scratch)
-            _add(self._sum, self._scratch, self._sum)
-            self._count = t + 1
+            left -= 1
+            _multiply(x, self._factors[left], self._scratch)
+            self._left = None
+            self._sum += self._scratch
+            self._left = left
             return
         TailAverage.update(self, x)
 
@@ -390,6 +375,8 @@ class Samples(TailAverage):
     _buffer: Array
     _end: int
 
+    _fields = Fields(*TailAverage._fields.names, "_buffer", "_end")
+
     def _make_room(self) -> None:
         self._hold(np.empty((0, int(np.prod(self._shape or ()))), self._dtype), 0)
 
@@ -402,25 +389,27 @@ class Samples(TailAverage):
     @property
     def _kept(self) -> Array:
         """The samples that are averaged."""
-        self._clock.count = self._count
         return self._buffer[self._end - self._clock.kept : self._end]
 
     def _add(self, sample: Array) -> None:
+        self._wholly(self._add_due, sample)
+
+    def _add_due(self, sample: Array) -> None:
         self._add_rows(sample.reshape(1, sample.size))
 
     def _add_rows(self, rows: Array) -> None:
-        after = self._count + len(rows)
+        after = self._clock.count + len(rows)
         needed = self._clock.rule.samples(after)
         rows = rows[-needed:]
         if self._end + len(rows) > len(self._buffer):
             kept = self._buffer[self._end - (needed - len(rows)) : self._end]
             self._hold(kept, needed + len(rows) + 16)
-        self._buffer[self._end : self._end + len(rows)] = rows
+        self._buffer[self._end : self._end + len(rows)] = rows  # behind all that is held
         self._end += len(rows)
-        self._count = after
+        self._clock.count = after
 
     def _average(self, window: AnyWindow | None) -> Any:
-        window_of(self.rule, window, self._count)
+        window_of(self.rule, window, self._clock.count)
         mean = sum_rows(self._kept, self._dtype) / self._clock.kept
         return mean.astype(self._dtype).reshape(self._shape or ())
 
@@ -429,7 +418,8 @@ class Samples(TailAverage):
         self._add_rows(rows)
 
     def _held(self) -> tuple[Any, int, float]:
-        return self._kept.reshape(len(self._kept), *(self._shape or ())), self._count, 0.0
+        kept = self._kept
+        return kept.reshape(len(kept), *(self._shape or ())), self._clock.count, 0.0
 
     def _restore(self, blocks: Array, partial: Array) -> None:
         if partial.any():
