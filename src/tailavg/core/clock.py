@@ -18,8 +18,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
-from operator import attrgetter
-from typing import Any, ClassVar
 
 import numpy as np
 
@@ -42,7 +40,6 @@ __all__ = [
     "BlockClock",
     "Clock",
     "DecayClock",
-    "Fields",
     "SampleClock",
     "Store",
     "clock_for",
@@ -92,34 +89,20 @@ class Store(ABC):
         """
 
 
-class Fields:
-    """What an object holds in some attributes, to be brought back if a change of it fails."""
-
-    def __init__(self, *names: str) -> None:
-        self.names = names
-        self.of = attrgetter(*names)
-
-    def bring_back(self, holder: object, held: Sequence[Any]) -> None:
-        """Let these attributes be what `of` found."""
-        for name, value in zip(self.names, held, strict=True):
-            setattr(holder, name, value)
-
-
 class Clock(ABC):
     """The scalar state of an average: how many samples, in which blocks, folded up to where."""
 
     __slots__ = ("blocks", "count", "folded", "next", "rule")
 
-    fields: ClassVar = Fields("blocks", "count", "folded", "next")
-    """All that changes; never in place."""
-
     rule: Rule
     factors: Sequence[float] = ()
-    """What samples are multiplied by in the sum, of those up to `next`; none if it is 1."""
+    """What samples are multiplied by in the sum, from the last one before `next` back to the first
+    that is not folded; empty if it is 1."""
     count: int
     """The number of samples so far, t."""
     blocks: list[int]
-    """The start of each block, oldest first; empty ones come before them, and start at 0."""
+    """The start of each block, oldest first; empty ones come before them, and start at 0. Never
+    changed in place."""
     folded: int
     """The step up to which the samples are in means."""
     next: int
@@ -168,15 +151,21 @@ class Clock(ABC):
 
         The time it takes does not depend on `count`.
         """
-        if not self._restored(count, list(starts), folded):
+        blocks = self._possible(count, list(starts), folded)
+        if blocks is None:
             raise ValueError(
                 f"state: sizes do not add up: {self.rule} cannot have blocks that start at "
                 f"{list(starts)[:20]}, folded up to {folded}, after {count} samples"
             )
+        self.resume(count, blocks, folded)
 
     @abstractmethod
-    def _restored(self, count: int, starts: list[int], folded: int) -> bool:
-        """Resume from this state, if it is possible."""
+    def resume(self, count: int, blocks: list[int], folded: int) -> None:
+        """Go to a step at which this clock was, or may have been; all else follows from these."""
+
+    @abstractmethod
+    def _possible(self, count: int, starts: list[int], folded: int) -> list[int] | None:
+        """The blocks with these starts, if they are possible."""
 
 
 class BlockClock(Clock):
@@ -184,20 +173,20 @@ class BlockClock(Clock):
 
     __slots__ = ("closes",)
 
-    fields = Fields(*Clock.fields.names, "closes")
     rule: BlockRule | AnyTail
     closes: int
     """The step after which the open block takes no more samples."""
 
-    def _restored(self, count: int, starts: list[int], folded: int) -> bool:
-        blocks = [0] * (self.rule.accumulators - len(starts)) + starts
-        if not (self._possible(blocks, count) and blocks[-1] <= folded <= count):
-            return False
+    def resume(self, count: int, blocks: list[int], folded: int) -> None:
         self.blocks, self.count, self.folded = blocks, count, folded
         self._schedule()
-        return True
 
-    def _possible(self, blocks: list[int], count: int) -> bool:
+    def _possible(self, count: int, starts: list[int], folded: int) -> list[int] | None:
+        blocks = [0] * (self.rule.accumulators - len(starts)) + starts
+        fits = self._fit(blocks, count) and blocks[-1] <= folded <= count
+        return blocks if fits else None
+
+    def _fit(self, blocks: list[int], count: int) -> bool:
         """Whether these are the blocks at that count; after many turns, whether they can be."""
         rule, places = self.rule, self.rule.accumulators
         if not count or len(blocks) != places:
@@ -355,7 +344,6 @@ class DecayClock(Clock):
 
     __slots__ = ("_scales", "_steady_from", "decay", "factors")
 
-    fields = Fields(*Clock.fields.names, "_scales", "decay", "factors")
     rule: Exponential
     decay: float
     """g_{f+1}."""
@@ -370,26 +358,28 @@ class DecayClock(Clock):
             self._scales = scales = scales.tolist()
         return scales
 
-    def _restored(self, count: int, starts: list[int], folded: int) -> bool:
-        if not (0 <= folded <= count <= folded + FOLD and starts == [0][:count]):
-            return False
-        with np.errstate(divide="ignore"):  # in single precision a fold may come a step later
-            found = factors(self.rule, folded, FOLD, SMALLEST, max(1, count - folded))
-        if found[2][-1] < SMALLEST**2:
-            return False
-        self.blocks, self.count, self.folded = [0], count, folded
+    def resume(self, count: int, blocks: list[int], folded: int) -> None:
+        self.blocks, self.count, self.folded = blocks, count, folded
         self._steady_from = self.rule.window.steady_from
-        self._use(found)
-        return True
+        self._use(self._factors(count, folded))
+
+    def _possible(self, count: int, starts: list[int], folded: int) -> list[int] | None:
+        if not (0 <= folded <= count <= folded + FOLD and starts == [0][:count]):
+            return None
+        return [0] if self._factors(count, folded)[2][-1] >= SMALLEST**2 else None
+
+    def _factors(self, count: int, folded: int) -> tuple[float, Reals, Reals]:
+        with np.errstate(divide="ignore"):  # in single precision a fold may come a step later
+            return factors(self.rule, folded, FOLD, SMALLEST, max(1, count - folded))
 
     def _use(self, found: tuple[float, Reals, Reals]) -> None:
-        self.decay, self.factors = found[0], found[1].tolist()
+        self.decay, self.factors = found[0], found[1][::-1].tolist()
         self._scales = found[2]
         self.next = self.folded + len(self.factors)
 
     @property
     def factor(self) -> float:
-        return self.factors[self.count - self.folded]
+        return self.factors[self.next - self.count - 1]
 
     def fold(self) -> tuple[float, float, float]:
         of_mean, of_sum = self.weights()
@@ -477,12 +467,13 @@ class SampleClock(Clock):
         window_of(self.rule, window, self.count)
         return [(1.0 / self.kept, block) for block in range(self.kept)]
 
-    def _restored(self, count: int, starts: list[int], folded: int) -> bool:
+    def resume(self, count: int, blocks: list[int], folded: int) -> None:
+        self.blocks, self.count, self.folded, self.next = blocks, count, count, NEVER
+
+    def _possible(self, count: int, starts: list[int], folded: int) -> list[int] | None:
         kept = int(self.rule.samples(count))
-        if folded != count or len(starts) != kept or starts != list(range(count - kept, count)):
-            return False
-        self.blocks, self.count, self.folded, self.next = [], count, count, NEVER
-        return True
+        given = folded == count and len(starts) == kept
+        return [] if given and starts == list(range(count - kept, count)) else None
 
 
 def clock_for(rule: Rule) -> Clock:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from tailavg.core import state as layout
-from tailavg.core.clock import Clock, Fields, clock_for
+from tailavg.core.clock import Clock, clock_for
 from tailavg.core.profile import Profile, dense_weights, profile
 from tailavg.core.rules import AnyTail, Rule, as_rule, windowed
 from tailavg.core.windows import AnyWindow, Reals
@@ -71,7 +72,9 @@ class TailAverage:
     # No sample is ever half taken. A plain update adds it to the sum between `_left = None` and the
     # next number, with operators: Python handles signals at calls only. All else is in `_wholly`.
 
-    _fields: ClassVar = Fields("_dtype", "_due", "_shape")
+    _held_in: ClassVar[tuple[str, str]] = "_dtype", "_shape"
+    """Where it holds what a change may replace; nothing there is changed in place."""
+    _held_now: ClassVar[Callable[[TailAverage], tuple[Any, Any]]] = attrgetter(*_held_in)
 
     _clock: Clock
     _left: int | None
@@ -383,20 +386,29 @@ class TailAverage:
 
     def _wholly(self, change: Callable[..., Any], *arguments: Any) -> Any:
         """Change the average, from the clock's count on: it happens wholly, or not at all."""
-        clock, kind, left = self._now, self.__class__, self._left
-        held, time = kind._fields.of(self), clock.fields.of(clock)
+        clock, kind, left = self._clock, self.__class__, self._left
+        clock.count = self.count if left is None else self._due - left
+        time = clock.count, clock.blocks, clock.folded
+        held = kind._held_now(self)
         try:
             self._left = None
             result = change(*arguments)
             self._commit()
-        except BaseException:  # if this is interrupted, too, the average is not whole
-            self._left = None
-            self.__class__ = kind
-            kind._fields.bring_back(self, held)
-            clock.fields.bring_back(clock, time)
-            self._left = left
+        except BaseException:
+            self._bring_back(kind, held, time)
             raise
         return result
+
+    def _bring_back(
+        self, kind: type[TailAverage], held: tuple[Any, Any], time: tuple[int, list[int], int]
+    ) -> None:
+        """Undo a change. If this is interrupted, too, the average is not whole."""
+        self._left = None
+        self.__class__ = kind
+        for name, was in zip(kind._held_in, held, strict=True):
+            setattr(self, name, was)
+        self._clock.resume(*time)
+        self._commit()
 
     def _commit(self) -> None:
         """Count the samples that the clock has counted."""
@@ -439,6 +451,7 @@ class TailAverage:
 
     def __init_subclass__(cls, clock: type[Clock] | None = None, numbers: bool = False) -> None:
         """A store names the clock that it follows, and whether it is for numbers or arrays."""
+        cls._held_now = attrgetter(*cls._held_in)
         if clock is not None:
             TailAverage._stores[clock, numbers] = cls
 

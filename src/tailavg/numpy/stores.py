@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tailavg.core.clock import SUM, BlockClock, DecayClock, Fields, SampleClock, Store
+from tailavg.core.clock import SUM, BlockClock, DecayClock, SampleClock, Store
 from tailavg.core.equation import root
 from tailavg.core.rules import AnyTail, window_of
 from tailavg.core.windows import AnyWindow
@@ -34,21 +34,19 @@ class Folding(TailAverage, Store):
     _split: tuple[Any, ...]  # how numbers are read; see `Numbers`
     _scratch: Any
 
-    _fields = Fields(*TailAverage._fields.names, "_factors", "_means", "_split", "_sum")
+    _held_in = "_means", "_sum"
 
     def _make_room(self) -> None:
         self._means = [0.0] * len(self._clock.blocks)
         self._scratch = None
-        self._factors = self._split = ()
         self._set_sum(0.0)
 
     def _commit(self) -> None:
         clock = self._clock
-        self._split = (-1,)
-        self._due, self._factors = clock.next, clock.factors[::-1]
-        if self._nan_policy != "propagate":  # every sample needs a look
-            self._due = clock.count
-        self._left = self._due - clock.count
+        self._factors, self._split = clock.factors, (-1,)
+        # unless NaNs propagate, every sample needs a look
+        self._due = due = clock.next if self._nan_policy == "propagate" else clock.count
+        self._left = due - clock.count
 
     def _add(self, sample: Array) -> None:
         clock, left = self._now, self._left
@@ -75,11 +73,12 @@ class Folding(TailAverage, Store):
         self._set_sum(lost)
 
     def turn(self, gone: int, weight: float) -> None:
-        before, rest = self._means[:gone], self._means[gone + 1 :]
+        means = self._means
         if weight:
             with np.errstate(all="ignore"):
-                before[-1] = before[-1] * (1.0 - weight) + self._means[gone] * weight
-        self._means = [*before, *rest, 0.0]
+                merged = means[gone - 1] * (1.0 - weight) + means[gone] * weight
+            means = [*means[: gone - 1], merged, *means[gone:]]
+        self._means = [*means[:gone], *means[gone + 1 :], 0.0]
         self._set_sum(0.0)
 
     def _average(self, window: AnyWindow | None) -> Any:
@@ -228,6 +227,26 @@ class Numbers(Folding, clock=BlockClock, numbers=True):
     def _set_sum(self, total: Any) -> None:
         self._sum = total
 
+    def fold(self, total: float, weight: float, carry: float) -> None:
+        means = self._means.copy()
+        means[-1], self._sum = joined(means[-1], self._sum, total, weight, carry)
+        self._means = means
+
+    def _update_due(self, x: float) -> None:
+        """As `_wholly(self._add_due, x)`, which takes longer."""
+        clock = self._clock
+        clock.count = t = self._due
+        time, held = (t, clock.blocks, clock.folded), (self._means, self._sum)
+        try:
+            self._left = None
+            clock.prepare(self)
+            self._sum += x * clock.factor if clock.factors else x
+            clock.count = t + 1
+            self._commit()
+        except BaseException:
+            self._bring_back(self.__class__, held, time)
+            raise
+
     def update(self, x: Any) -> None:
         left = self._left
         if left:
@@ -241,7 +260,7 @@ class Numbers(Folding, clock=BlockClock, numbers=True):
             self._left = left - 1
             return
         if left == 0 and x.__class__ is float and self._nan_policy == "propagate":
-            self._wholly(self._add_due, x)
+            self._update_due(x)
             return
         TailAverage.update(self, x)
 
@@ -295,7 +314,7 @@ class DecayingNumbers(Numbers, clock=DecayClock, numbers=True):
             self._left = left
             return
         if left == 0 and x.__class__ is float and self._nan_policy == "propagate":
-            self._wholly(self._add_due, x)
+            self._update_due(x)
             return
         TailAverage.update(self, x)
 
@@ -338,11 +357,15 @@ class Arrays(Folding, clock=BlockClock):
 
     def update(self, x: Any) -> None:
         left = self._left
-        if left and x.__class__ is _ndarray and x.shape == self._shape and x.dtype is self._dtype:
-            self._left = None
-            self._sum += x
-            self._left = left - 1
-            return
+        if x.__class__ is _ndarray and x.shape == self._shape and x.dtype is self._dtype:
+            if left:
+                self._left = None
+                self._sum += x
+                self._left = left - 1
+                return
+            if left == 0 and self._nan_policy == "propagate":
+                self._wholly(self._add_due, x)
+                return
         TailAverage.update(self, x)
 
 
@@ -375,7 +398,7 @@ class Samples(TailAverage):
     _buffer: Array
     _end: int
 
-    _fields = Fields(*TailAverage._fields.names, "_buffer", "_end")
+    _held_in = "_buffer", "_end"
 
     def _make_room(self) -> None:
         self._hold(np.empty((0, int(np.prod(self._shape or ()))), self._dtype), 0)

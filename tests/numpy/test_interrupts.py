@@ -1,0 +1,175 @@
+"""A call that is interrupted anywhere happened wholly, not at all, or the average says so."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import numpy as np
+import pytest
+
+from interrupts import Interrupt, interrupted, points
+from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, RawTail, TailAverage
+
+RULES = [
+    AnytimeWindow(6),
+    AnytimeWindow(0.25, 4),
+    AnytimeWindow(0.3, turns="paper"),
+    Exponential(10),
+    Exponential(0.25),
+    AnyTail(6),
+    RawTail(20, 300),
+    ExactWindow(7),
+]
+KINDS: dict[str, dict[str, Any]] = {
+    "numbers": {},
+    "float32": {"dtype": "float32"},
+    "arrays": {"shape": (3,)},
+    "float32 arrays": {"shape": (3,), "dtype": "float32"},
+    "omitted": {"nan_policy": "omit"},
+    "omitted arrays": {"shape": (3,), "nan_policy": "omit"},
+}
+
+
+def samples(n: int, shape: tuple[int, ...] = ()) -> Any:
+    return np.random.default_rng(n).normal(size=(n, *shape))
+
+
+def made(rule: Any, count: int, shape: tuple[int, ...] = (), **options: Any) -> TailAverage:
+    average = TailAverage(rule, **options)
+    for x in samples(count, shape):
+        average.update(x if shape else float(x))
+    return average
+
+
+def check(rule: Any, count: int, kind: dict[str, Any], change: Any, most: int) -> None:
+    """Interrupt a change at every opcode."""
+    window = 0.5 if isinstance(rule, AnyTail) else None
+    before, after = made(rule, count, **kind), made(rule, count, **kind)
+    change(after)
+    refused, rehearsal = 0, before.copy()
+    for at in points(lambda: change(rehearsal), most):
+        average = before.copy()
+        assert interrupted(lambda: change(average), at)  # noqa: B023
+        if "not whole" in repr(average):
+            refused += 1
+            for read in (
+                lambda: average.value(window),  # noqa: B023
+                average.state_dict,
+                average.copy,
+                lambda: average.update(1.0),  # noqa: B023
+                lambda: average.update_many(samples(3, kind.get("shape", ()))),  # noqa: B023
+                lambda: average.weights(window),  # noqa: B023
+                lambda: average.count,  # noqa: B023
+            ):
+                with pytest.raises(RuntimeError, match="not whole"):
+                    read()
+            continue
+        assert average in (before, after), f"opcode {at}"
+        if average == before:
+            change(average)  # and it goes on as if nothing had happened
+            assert average == after, f"opcode {at}"
+    assert refused <= 40  # an addition takes a few opcodes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_an_update_is_whole(rule: Any, kind: str) -> None:
+    options = KINDS[kind]
+    sample = samples(1, options.get("shape", ()))[0]
+    x = sample if "shape" in options else float(sample)
+    # the first sample, and others at which something is due and is not
+    for count in (0, 3, 6, 256):
+        check(rule, count, options, lambda average: average.update(x), 60)
+
+
+@pytest.mark.parametrize("kind", ["numbers", "arrays", "omitted"])
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("call", ["update_many", "scan"])
+def test_many_updates_are_whole(rule: Any, kind: str, call: str) -> None:
+    options = KINDS[kind]
+    xs = samples(40, options.get("shape", ()))
+    if kind == "omitted":
+        xs[5] = np.nan
+    window = [0.5, 0.3] if isinstance(rule, AnyTail) and call == "scan" else None
+
+    def change(average: TailAverage) -> None:
+        arguments = () if window is None else (window,)
+        getattr(average, call)(xs, *arguments)
+
+    for count in (0, 17):
+        check(rule, count, options, change, 30)
+
+
+@pytest.mark.parametrize("rule", [AnytimeWindow(1.0), AnytimeWindow(50), Exponential(50)], ids=str)
+def test_a_signal_leaves_an_average_that_can_be_read(rule: Any) -> None:
+    """Python handles signals at calls only: a plain update has none that could be cut in two."""
+
+    def interrupt(*_: Any) -> None:
+        raise Interrupt
+
+    x, before = np.ones(20_000), signal.signal(signal.SIGALRM, interrupt)
+    average = TailAverage(rule)
+    average.update(x)
+    try:
+        for _ in range(100):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 0.002)
+                while True:
+                    average.update(x)
+            except Interrupt:
+                np.testing.assert_allclose(average.value(), 1.0, rtol=1e-12)
+                state = average.state_dict()
+                if isinstance(rule, AnytimeWindow):
+                    assert (state["partial"] == state["count"] - state["folded"]).all()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("call", ["update", "update_many", "scan"])
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_an_error_in_arithmetic_changes_nothing_or_is_told(rule: Any, call: str) -> None:
+    window = 0.5 if isinstance(rule, AnyTail) else None
+    average, raised = made(rule, 10, (2,)), False
+    with np.errstate(all="raise"):
+        for _ in range(300):
+            before = average.copy()
+            try:
+                if call == "update":
+                    average.update(np.full(2, 1e308))
+                elif call == "update_many":
+                    average.update_many(np.full((5, 2), 1e308))
+                else:
+                    average.scan(np.full((5, 2), 1e308), window)
+            except FloatingPointError:
+                raised = True
+                break
+    assert raised != (
+        isinstance(rule, ExactWindow) and call != "scan"
+    )  # which keeps them as they are
+    if raised and "not whole" not in repr(average):
+        assert average == before
+
+
+@pytest.mark.parametrize("call", ["update_many", "scan"])
+def test_warnings_as_errors_leave_the_average_as_it_was(call: str) -> None:
+    average = made(100, 20)
+    before = average.copy()
+    xs = np.ones(1100)
+    xs[1000:] = 1e308
+    with pytest.raises(FloatingPointError), np.errstate(over="raise"):
+        getattr(average, call)(xs)
+    assert average == before
+    with np.errstate(over="ignore"):
+        getattr(average, call)(xs)
+    assert average.count == 1120
+
+
+def test_a_first_sample_that_overflows_changes_nothing() -> None:
+    average = TailAverage(1, dtype="float32")
+    with pytest.raises(FloatingPointError), np.errstate(over="raise"):
+        average.update(np.full(2, 1e300))
+    assert average == TailAverage(1, dtype="float32")
+    average.update(3.0)
+    assert average.value() == 3.0
