@@ -35,6 +35,7 @@ from tailavg.core.windows import (
     as_window,
     fraction,
     positive_int,
+    shown,
     smaller,
 )
 
@@ -54,6 +55,8 @@ __all__ = [
 
 Turns = Literal["balanced", "paper"]
 
+_MOST = 10_000  # accumulators: with more, the samples themselves would do
+
 
 @dataclass(frozen=True, init=False)
 class AnytimeWindow(OfWindow):
@@ -72,7 +75,9 @@ class AnytimeWindow(OfWindow):
         super().__init__(window)
         if turns not in ("balanced", "paper"):
             raise ValueError(f'turns: expected "balanced" or "paper", got {turns!r}')
-        object.__setattr__(self, "accumulators", positive_int(accumulators, "accumulators", 2))
+        object.__setattr__(
+            self, "accumulators", positive_int(accumulators, "accumulators", 2, _MOST)
+        )
         object.__setattr__(self, "turns", turns)
 
     def closes(self, starts: Sequence[Any]) -> Any:
@@ -172,12 +177,16 @@ class AnyTail:
     shortest: float = 0.1
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "accumulators", positive_int(self.accumulators, "accumulators", 6))
+        object.__setattr__(
+            self, "accumulators", positive_int(self.accumulators, "accumulators", 6, _MOST)
+        )
         shortest = self.shortest
         if isinstance(shortest, bool | np.bool_) or not isinstance(shortest, Real):
             raise TypeError(f"shortest: expected a fraction in (0, 1), got {shortest!r}")
         if not (1e-6 <= shortest < 1 and float(shortest) < 1):
-            raise ValueError(f"shortest: expected a fraction in [0.000001, 1), got {shortest!r}")
+            raise ValueError(
+                f"shortest: expected a fraction in [0.000001, 1), got {shown(shortest)}"
+            )
         object.__setattr__(self, "shortest", float(shortest))
 
     @cached_property

@@ -9,11 +9,14 @@ A state is a dict of plain data:
 - `scalar`: whether samples are numbers rather than arrays
 - `count`: the number of samples so far, t
 - `starts`: for each block, oldest first, how many samples came before it
-- `blocks`: their means, stacked along the first axis (a list when samples are numbers); the last
-  block is open, and its mean is over its samples up to step `folded`
+- `blocks`: their means, stacked along the first axis; the last block is open, and its mean is over
+  its samples up to step `folded`
 - `folded`: the step up to which the samples are in the blocks' means
 - `partial`: the sum of the samples since, and of what the last fold rounded off; of an
   `Exponential`, the sum of sample i times (1 - decay(i)) / (decay(folded + 2) ⋯ decay(i))
+
+When samples are numbers, `blocks` is a list and the whole state is JSON: a complex number is a list
+of its two parts, and one in extended precision is a string.
 
 In averages of models, each block and `partial` are dicts of arrays by name. `calls` may be there,
 too: the number of calls since the last sample, if only every n-th counts. What one framework saved
@@ -32,20 +35,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from zipfile import ZIP_STORED, ZipFile
 
 import numpy as np
+import numpy.typing as npt
 
 from tailavg.core.files import whole_file
 from tailavg.core.rules import AnyTail, AnytimeWindow, ExactWindow, Exponential, RawTail, Rule
-from tailavg.core.windows import Fixed, Growing
+from tailavg.core.windows import MOST, Fixed, Growing, shown
 
 __all__ = [
     "FORMAT",
     "VERSION",
+    "as_json",
     "by_name",
     "check",
     "check_nan_policy",
     "check_steps",
+    "from_json",
     "named",
     "nothing_yet",
     "plain",
@@ -70,9 +77,10 @@ _KEYS: dict[str, Any] = {
     "starts": (list, tuple),
     "blocks": (list, tuple, np.ndarray),
     "folded": int,
-    "partial": (int, float, complex, np.ndarray, Mapping),
+    "partial": (int, float, complex, str, list, tuple, np.number, np.ndarray, Mapping),
 }
 _OPTIONAL: dict[str, Any] = {"calls": int}
+_DTYPES = {np.dtype(code).name: np.dtype(code) for code in "fdgFDG"}
 _TYPES: dict[str, Any] = {
     kind.__name__: kind
     for kind in (Fixed, Growing, AnytimeWindow, Exponential, ExactWindow, RawTail, AnyTail)
@@ -104,22 +112,24 @@ def rule_from(data: Any) -> Rule:
     """
     rule = _described(data)
     if not isinstance(rule, Rule):
-        raise ValueError(f"state: expected a rule, got {data!r}")
+        raise ValueError(f"state: expected a rule, got {shown(data)}")
     return rule
 
 
-def _described(data: Any) -> Any:
+def _described(data: Any, depth: int = 2) -> Any:
     if not isinstance(data, Mapping):
         return data
-    fields = {name: _described(value) for name, value in data.items() if name != "type"}
-    kind = _TYPES.get(data.get("type", ""))
-    if kind is None:
+    if not depth:
+        raise ValueError("state: rule: expected a rule and its window, got more inside them")
+    fields = {name: _described(value, depth - 1) for name, value in data.items() if name != "type"}
+    name = data.get("type")
+    if not isinstance(name, str) or name not in _TYPES:
         known = ", ".join(_TYPES)
-        raise ValueError(f"state: expected a type among {known}, got {data.get('type')!r}")
+        raise ValueError(f"state: rule: expected a type among {known}, got {shown(name)}")
     try:
-        return kind(**fields)
+        return _TYPES[name](**fields)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"state: cannot make a {kind.__name__} of {fields}: {error}") from error
+        raise ValueError(f"state: rule: cannot make a {name}: {error}") from error
 
 
 def state(
@@ -213,50 +223,95 @@ def check_steps(count: int, starts: Sequence[int], folded: int) -> None:
     """Raise a ValueError unless `starts` are possible after `count` samples."""
     if not count and not starts and not folded:
         return
-    if (
-        count < 1
-        or not starts
-        or starts[0] < 0
-        or any(b <= a for a, b in pairwise([*starts, count]))
-    ):
+    if not 1 <= count <= MOST:
+        raise ValueError(f"state: count: expected 0 to {MOST}, got {shown(count)}")
+    if not starts or starts[0] < 0 or any(b <= a for a, b in pairwise([*starts, count])):
         raise ValueError(
             f"state: sizes do not add up: expected starts that rise from 0 or more to "
-            f"below the count {count}, got {starts}"
+            f"below the count {count}, got {shown(starts)}"
         )
     if not starts[-1] <= folded <= count:
         raise ValueError(
-            f"state: sizes do not add up: expected folded in [{starts[-1]}, {count}], got {folded}"
+            f"state: sizes do not add up: expected folded in [{starts[-1]}, {count}], "
+            f"got {shown(folded)}"
         )
 
 
-def check(state: Any) -> None:
-    """Raise a ValueError unless `state` has the keys, types and version of this layout."""
+def as_json(numbers: npt.NDArray[Any]) -> Any:
+    """Numbers as lists that JSON can hold, to the last digit.
+
+    Examples:
+        >>> as_json(np.array([1 + 2j])), as_json(np.float32(0.5))
+        ([[1.0, 2.0]], 0.5)
+    """
+    if numbers.dtype.kind == "c":
+        return as_json(np.stack([numbers.real, numbers.imag], axis=-1))
+    if numbers.dtype.itemsize > 8:
+        return numbers.astype(str).tolist()
+    return numbers.tolist()
+
+
+def from_json(data: Any, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """The numbers that `as_json` wrote.
+
+    Examples:
+        >>> from_json([[1.0, 2.0]], np.dtype(complex))
+        array([1.+2.j])
+    """
+    found = np.asarray(data)
+    if dtype.kind == "c" and found.dtype.kind != "c" and found.ndim and found.shape[-1] == 2:
+        parts = from_json(data, dtype.type(0).real.dtype)
+        found = np.empty(parts.shape[:-1], dtype)
+        found.real, found.imag = parts[..., 0], parts[..., 1]
+    elif dtype.itemsize > 8 and found.dtype.kind == "U":
+        found = found.astype(dtype)
+    return found
+
+
+def check(state: Any) -> dict[str, Any]:
+    """The state, if it has the keys, types and version of this layout; or raise a ValueError.
+
+    Numbers are no longer as JSON has them.
+    """
     if not isinstance(state, Mapping):
         raise ValueError(f"state: expected a dict, got {type(state).__name__}")
-    if state.get("format") != FORMAT:
-        raise ValueError(f"state: expected format {FORMAT!r}, got {state.get('format')!r}")
-    if state.get("version") != VERSION:
+    form, version = state.get("format"), state.get("version")
+    if not (isinstance(form, str) and form == FORMAT):
+        raise ValueError(f"state: expected format {FORMAT!r}, got {shown(form)}")
+    if not (isinstance(version, int) and version == VERSION):
         raise ValueError(
-            f"state: expected version {VERSION}, got {state.get('version')!r}; "
+            f"state: expected version {VERSION}, got {shown(version)}; "
             "read it with the version of tailavg that wrote it"
         )
     if missing := [key for key in _KEYS if key not in state]:
         raise ValueError(f"state: missing {', '.join(missing)}; was it truncated?")
     keys = _KEYS | _OPTIONAL
     if unexpected := [str(key) for key in state if key not in keys]:
-        raise ValueError(f"state: unexpected {', '.join(unexpected)}")
+        raise ValueError(f"state: unexpected {shown(', '.join(unexpected))}")
     for key, value in state.items():
         kinds = keys[key]
         if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
-            raise ValueError(f"state: {key}: got {value!r} of type {type(value).__name__}")
+            raise ValueError(f"state: {key}: got {shown(value)} of type {type(value).__name__}")
+    dtype = state["dtype"]
+    if dtype is not None and dtype not in _DTYPES:
+        raise ValueError(f"state: dtype: expected one of {', '.join(_DTYPES)}, got {shown(dtype)}")
     if isinstance(state["blocks"], np.ndarray) and not state["blocks"].ndim:
         raise ValueError(f"state: blocks: expected a sequence, got {state['blocks']!r}")
     if not all(isinstance(start, int) and not isinstance(start, bool) for start in state["starts"]):
-        raise ValueError(f"state: starts: expected a list of ints, got {state['starts']!r}")
+        raise ValueError(f"state: starts: expected a list of ints, got {shown(state['starts'])}")
+    found = dict(state)
+    if dtype is not None and state["scalar"]:
+        for key in ("blocks", "partial"):
+            try:
+                found[key] = from_json(state[key], _DTYPES[dtype])
+            except (ValueError, TypeError, OverflowError) as error:
+                raise ValueError(f"state: {key}: expected numbers, got: {error}") from error
+    return found
 
 
 def write_file(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
     """Write a state to one .npz file, whole or not at all."""
+    state = check(state)
     arrays = {key: np.asarray(state[key]) for key in ("starts", "blocks", "partial")}
     header = {key: value for key, value in state.items() if key not in arrays}
     with whole_file(path) as file:
@@ -267,16 +322,25 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The state in a file that `write_file` wrote. Nothing is unpickled."""
     with Path(path).open("rb") as stream:
         try:
+            with ZipFile(stream) as members:  # what is packed could be anything once unpacked
+                if any(member.compress_type != ZIP_STORED for member in members.infolist()):
+                    raise ValueError("compressed arrays")
             with np.load(stream, allow_pickle=False) as file:
-                state: dict[str, Any] = json.loads(str(file["header"]))
-                state |= {key: file[key] for key in ("blocks", "partial")}
-                state["starts"] = file["starts"].tolist()
+                header, starts, blocks, partial = (
+                    file[name] for name in ("header", "starts", "blocks", "partial")
+                )
+            if not (header.dtype.kind == "U" and header.ndim == 0):
+                raise ValueError("a header that is not text")
+            if starts.ndim != 1 or (len(starts) and starts.dtype.kind != "i"):
+                raise ValueError(f"starts of {starts.dtype} and shape {starts.shape}")
+            state = json.loads(str(header)) | {
+                "starts": starts.tolist(),
+                "blocks": blocks,
+                "partial": partial,
+            }
         except Exception as error:  # a damaged file fails in as many ways as there are
             raise ValueError(f"{path}: expected a file saved by tailavg, got: {error}") from error
-    if state.get("scalar"):
-        state["blocks"] = state["blocks"].tolist()
-        state["partial"] = state["partial"].item()
-    return state
+    return check(state)
 
 
 def nothing_yet(call: str, hint: str = "") -> ValueError:

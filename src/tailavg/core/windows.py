@@ -21,6 +21,7 @@ import numpy.typing as npt
 __all__ = [
     "BITS",
     "INTEGERS",
+    "MOST",
     "NEVER",
     "TIE",
     "AnyWindow",
@@ -32,6 +33,7 @@ __all__ = [
     "as_window",
     "fraction",
     "positive_int",
+    "shown",
     "smaller",
 ]
 
@@ -39,6 +41,9 @@ Reals = npt.NDArray[np.float64]
 
 NEVER = 2**63 - 1
 """A step that no stream reaches: when something that will not happen is due."""
+
+MOST = 2**62
+"""The most samples that a window, a stream or a state may have."""
 
 TIE = Fraction(1, 10**12)
 """A count reaches a real number that it misses by this much of it: 7 reaches 0.07 * 100."""
@@ -130,8 +135,8 @@ class Growing:
         c = self.c
         if isinstance(c, bool | np.bool_) or not isinstance(c, Real):
             raise TypeError(f"c: expected a fraction in (0, 1], got {c!r} of {type(c).__name__}")
-        if not 0 < float(c) <= 1:
-            raise ValueError(f"c: expected a fraction in (0, 1], got {c!r}")
+        if not (0 < c <= 1 and float(c) > 0):
+            raise ValueError(f"c: expected a fraction in (0, 1], got {shown(c)}")
         object.__setattr__(self, "c", float(c))
         if self.at_most is not None:
             object.__setattr__(self, "at_most", positive_int(self.at_most, "at_most"))
@@ -285,7 +290,7 @@ def as_window(window: AnyWindow) -> Window:
         return _fixed(int(window))
     if not isinstance(window, Integral) and 0 < window <= 1:
         return _growing(float(window))
-    raise ValueError(f"window: {expected}, got {window!r}")
+    raise ValueError(f"window: {expected}, got {shown(window)}")
 
 
 _fixed, _growing = lru_cache(Fixed), lru_cache(Growing)  # the same few are asked for at every read
@@ -309,12 +314,24 @@ def smaller(a: Any, b: Any) -> Any:
     return min(a, b) if isinstance(a, int | float | np.number) else a.clip(None, b)
 
 
-def positive_int(value: object, name: str, least: int = 1) -> int:
-    """`value` as an int, if it is a whole number of at least `least`."""
+def positive_int(value: object, name: str, least: int = 1, most: int = MOST) -> int:
+    """`value` as an int, if it is a whole number of at least `least` and at most `most`."""
     if isinstance(value, bool | np.bool_) or not isinstance(value, Integral):
         raise TypeError(
             f"{name}: expected an int >= {least}, got {value!r} of type {type(value).__name__}"
         )
-    if value < least:
-        raise ValueError(f"{name}: expected an int >= {least}, got {value!r}")
-    return int(value)
+    found = int(value)
+    if found < least:
+        raise ValueError(f"{name}: expected an int >= {least}, got {shown(found)}")
+    if found > most:
+        raise ValueError(f"{name}: expected an int <= {most}, got {shown(found)}")
+    return found
+
+
+def shown(value: object) -> str:
+    """What a message says of a value, however large: Python writes no more than 4,300 digits."""
+    try:
+        text = repr(value)
+    except ValueError:
+        text = "a number of thousands of digits"
+    return text if len(text) <= 100 else f"{text[:80]}… ({len(text)} characters)"

@@ -201,7 +201,7 @@ class TreeAverage:
         Raises:
             ValueError: If the rule, names or shapes differ, or the count needs x64.
         """
-        layout.check(saved)
+        saved = layout.check(saved)
         layout.check_nan_policy(saved)
         rule = layout.rule_from(saved["rule"])
         if rule != self.rule:

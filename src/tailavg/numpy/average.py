@@ -15,7 +15,7 @@ from tailavg.core import state as layout
 from tailavg.core.clock import Clock, clock_for
 from tailavg.core.profile import Profile, dense_weights, profile
 from tailavg.core.rules import AnyTail, Rule, as_rule, windowed
-from tailavg.core.windows import AnyWindow, Reals
+from tailavg.core.windows import AnyWindow, Reals, shown
 from tailavg.numpy.arithmetic import Array
 
 __all__ = ["TailAverage", "Windows"]
@@ -98,7 +98,7 @@ class TailAverage:
             )
         self._clock = clock_for(as_rule(rule))
         self._nan_policy = nan_policy
-        self._dtype = None if dtype is None else _accumulator_dtype(np.dtype(dtype))
+        self._dtype = None if dtype is None else _accumulator_dtype(dtype)
         self._shape = None
         self._due = self._left = 0
 
@@ -273,21 +273,26 @@ class TailAverage:
             >>> resumed.value()
             4.0
         """
-        shape, clock = self._shape or (), self._now
-        means, folded, partial = self._held()
-        blocks = np.array([np.broadcast_to(mean, shape) for mean in means], self._dtype)
-        partial = np.array(np.broadcast_to(partial, shape), self._dtype)
+        blocks, folded, partial = self._arrays()
+        clock, number = self._clock, self._shape is None
         return layout.state(
             self.rule,
             nan_policy=self._nan_policy,
             dtype=None if self._dtype is None else self._dtype.name,
-            scalar=self._shape is None,
+            scalar=number,
             count=clock.count,
             starts=clock.starts,
-            blocks=blocks.tolist() if self._shape is None else blocks,
+            blocks=layout.as_json(blocks) if number else blocks,
             folded=folded,
-            partial=partial.tolist() if self._shape is None else partial,
+            partial=layout.as_json(partial) if number else partial,
         )
+
+    def _arrays(self) -> tuple[Array, int, Array]:
+        """Copies of what `_held` gives."""
+        shape, _ = self._shape or (), self._now
+        means, folded, partial = self._held()
+        blocks = np.array([np.broadcast_to(mean, shape) for mean in means], self._dtype)
+        return blocks, folded, np.array(np.broadcast_to(partial, shape), self._dtype)
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> TailAverage:
@@ -295,7 +300,7 @@ class TailAverage:
 
         A state that another framework saved is accepted if it is of one array.
         """
-        layout.check(state)
+        state = layout.check(state)
         if isinstance(state["partial"], Mapping):
             state = layout.unnamed(state)
         try:
@@ -366,11 +371,17 @@ class TailAverage:
         """Whether both are in the same state: equal numbers, and a NaN equals a NaN."""
         if not isinstance(other, TailAverage):
             return NotImplemented
-        mine, its = self.state_dict(), other.state_dict()
-        arrays = ("blocks", "partial")
-        return all(mine[key] == its[key] for key in mine if key not in arrays) and all(
-            np.array_equal(mine[key], its[key], equal_nan=True) for key in arrays
+        (mine, *arrays), (its, *others) = self._described(), other._described()
+        return mine == its and all(
+            np.array_equal(*pair, equal_nan=True) for pair in zip(arrays, others, strict=True)
         )
+
+    def _described(self) -> tuple[Any, Array, Array]:
+        """All there is to know: what is equal if it is equal, and two arrays."""
+        blocks, folded, partial = self._arrays()
+        clock = self._clock
+        described = self.rule, self._nan_policy, self._dtype, self._shape
+        return (*described, clock.count, clock.starts, folded), blocks, partial
 
     def __repr__(self) -> str:
         options = [repr(self.rule)]
@@ -514,7 +525,7 @@ class TailAverage:
 
 def numbers(x: Any, what: str) -> Array:
     """`x` as an array of real or complex numbers."""
-    if isinstance(x, np.ma.MaskedArray):
+    if _is_masked(x):
         raise TypeError(
             f"{what}: expected numbers, got a masked array; fill it with NaN and see nan_policy"
         )
@@ -531,7 +542,21 @@ def numbers(x: Any, what: str) -> Array:
     return array
 
 
-def _accumulator_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    if dtype.kind not in "fc" or np.finfo(dtype).bits < 32:
-        raise TypeError(f"dtype: expected float32, float64 or a complex one, got {dtype}")
+def _is_masked(x: Any) -> bool:
+    """Whether `x`, or anything in a list, is a masked array: its mask would be lost."""
+    if not isinstance(x, list | tuple):
+        return isinstance(x, np.ma.MaskedArray)
+    kinds = set(map(type, x))
+    if any(issubclass(kind, np.ma.MaskedArray) for kind in kinds):
+        return True
+    return any(issubclass(kind, list | tuple) for kind in kinds) and any(map(_is_masked, x))
+
+
+def _accumulator_dtype(asked: npt.DTypeLike) -> np.dtype[Any]:
+    try:
+        dtype = np.dtype(asked).newbyteorder("=")
+    except (TypeError, ValueError, SyntaxError):
+        dtype = None
+    if dtype is None or dtype.kind not in "fc" or np.finfo(dtype).bits < 32:
+        raise TypeError(f"dtype: expected float32, float64 or a complex one, got {shown(asked)}")
     return dtype
