@@ -16,6 +16,7 @@ from jax import lax
 from cases import anytime_windows, of_rules, turns_of, windows
 from schedule import advance
 from tailavg import AnytimeWindow, Exponential, Fixed, Growing, TailAverage
+from tailavg.core.clock import starts_at
 from tailavg.core.profile import dense_weights
 from tailavg.core.state import state as layout
 from tailavg.core.windows import INTEGERS, NEVER
@@ -499,3 +500,28 @@ def test_a_stretched_step_does_not_overflow_in_int32():
         assert got.dtype == jnp.int32
         expected = [INTEGERS.stretched(start, ratio) for start in starts.tolist()]
         np.testing.assert_array_equal(got, np.minimum(expected, 2**31 - 1))
+
+
+@pytest.mark.parametrize("rule", [AnytimeWindow(1000), AnytimeWindow(0.25), Exponential(0.25)])
+def test_beyond_its_count_an_average_is_nan(rule):
+    """A wrong number would not be noticed: 2³¹ - 2 updates without x64 are the last."""
+    average = tail_average(rule)
+    most = np.iinfo(jnp.result_type(int)).max - 1
+    if most > 2**31:
+        pytest.skip("with x64 there is no such limit")
+    starts = starts_at(rule, most - 1) if isinstance(rule, AnytimeWindow) else [0]
+    saved = TailAverage(rule).state_dict() | {
+        "dtype": "float32",
+        "count": most - 1,
+        "starts": starts,
+        "blocks": np.full(len(starts), 3.0, np.float32),
+        "folded": most - 1,
+        "partial": np.float32(0.0),
+    }
+    state = average.from_state_dict(saved, jnp.float32(0.0))
+    for updates, expected in [(most, 3.0), (most + 1, np.nan), (most + 1, np.nan)]:
+        state = average.update(state, jnp.float32(3.0))
+        assert int(average.count(state)) == updates
+        np.testing.assert_allclose(average.value(state), expected, rtol=1e-6)
+    with pytest.raises(ValueError, match="count of at most"):
+        average.from_state_dict(saved | {"count": most + 1, "folded": most + 1}, jnp.float32(0.0))

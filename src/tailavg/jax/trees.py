@@ -106,7 +106,7 @@ class TreeAverage:
         new = list(leaves)  # leaves that are not averaged pass through
         for i, mean, total in zip(averaged, held, totals, strict=True):
             means[i], new[i] = mean, total + _times(step.factor, _widened(leaves[i], total))
-        updates = state.updates + 1
+        updates = jnp.where(_beyond(state), state.updates, state.updates + 1)
         return TreeState(
             updates=updates,
             size=jnp.asarray(rule.size(updates), state.size.dtype),
@@ -213,7 +213,7 @@ class TreeAverage:
         clock = clock_for(self.rule)
         clock.restore(count, starts, folded)
         state = self.init(tree)
-        most = np.iinfo(state.updates.dtype).max
+        most = np.iinfo(state.updates.dtype).max - 1
         if count > most:
             raise ValueError(
                 f"state: expected a count of at most {most}, since x64 is off, got {count}"
@@ -280,6 +280,11 @@ def tail_average(rule: AnyWindow | Rule, *, dtype: Any = jnp.float32) -> TreeAve
     raise TypeError(f"dtype: expected float32 or float64, got {dtype!r}")
 
 
+def _beyond(state: TreeState) -> Array:
+    """Whether there were more updates than the count can tell: it stays, and the value is NaN."""
+    return state.updates == np.iinfo(state.updates.dtype).max
+
+
 @jax.jit
 def value(state: TreeState, like: Tree = None) -> Tree:
     """The average, as a new tree; before the first update, the tree given to `init`.
@@ -293,13 +298,14 @@ def value(state: TreeState, like: Tree = None) -> Tree:
     """
     wanted, sums, means, structure = _aligned(state.sums if like is None else like, state, "like")
     of_means, of_sum = state.clock.weights(state.updates, state.size)
+    of_sum = jnp.where(_beyond(state), jnp.nan, of_sum)
 
     def average(total: Array, means: Array | None, like: Array) -> Array:
         if means is None:
             return jnp.copy(total)
         parts = [(of_sum, total), *((of_means[place], means[place]) for place in range(len(means)))]
         # a part without weight may be NaN
-        terms = [jnp.where(weight > 0, _times(weight, part), 0) for weight, part in parts]
+        terms = [jnp.where(weight == 0, 0, _times(weight, part)) for weight, part in parts]
         return jnp.asarray(sum(terms)).astype(like.dtype)
 
     return structure.unflatten(list(map(average, sums, means, wanted)))
