@@ -1,8 +1,11 @@
-"""Interrupts at every opcode: what Ctrl-C, a timeout or a failing callback may do to a call."""
+"""Interrupts and kills at every opcode: what Ctrl-C, a signal or a power cut may do to a call."""
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -34,7 +37,47 @@ def points(call: Callable[[], Any], most: int = 400) -> Iterator[int]:
     return iter(range(0, total, max(1, -(-total // most))))
 
 
-def _traced(call: Callable[[], Any], at: int) -> tuple[int, bool]:
+def killed(call: Callable[[], Any], at: int) -> bool:
+    """Kill a process before an opcode of a call; False if the call ended before that."""
+
+    def kill() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            _traced(call, at, kill)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    assert status in (0, signal.SIGKILL), status
+    return status != 0
+
+
+def kills(call: Callable[[], Any], most: int, among: int | None = None) -> Iterator[int]:
+    """Kill a process at evenly spaced opcodes of a call, or of the last ones `among` them."""
+    reader, writer = os.pipe()
+    assert not killed(lambda: os.write(writer, b"%d" % opcodes(call)), -1)
+    os.close(writer)
+    with os.fdopen(reader) as told:
+        total = int(told.read())
+    span = min(total, among or total)
+    for at in range(total - 1, total - 1 - span, -max(1, -(-span // most))):
+        assert killed(call, at)
+        yield at
+
+
+def _raise() -> None:
+    raise Interrupt
+
+
+def _traced(
+    call: Callable[[], Any], at: int, interrupt: Callable[[], None] = _raise
+) -> tuple[int, bool]:
     seen = 0
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -47,7 +90,7 @@ def _traced(call: Callable[[], Any], at: int) -> tuple[int, bool]:
             seen += 1
             if seen == at + 1:
                 sys.settrace(None)
-                raise Interrupt
+                interrupt()
         return trace
 
     before = sys.gettrace()
