@@ -1,11 +1,13 @@
 """States of JAX: for one rule only, and through files."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from cases import samples, short
 from jax_trees import Pair, assert_same, row, saved_by_orbax, two_rules
+from mutants import mutants, within
 from tailavg import AnytimeWindow, Exponential
 from tailavg.jax import TreeState, tail_average
 
@@ -49,3 +51,21 @@ def test_a_restored_run_is_the_unbroken_one_to_the_bit(rule, save, tmp_path):
             resumed = update(resumed, row(trees, i))
     assert_same(resumed, whole)
     assert_same(average.value(resumed), average.value(whole))
+
+
+@pytest.mark.parametrize("rule", [AnytimeWindow(6), AnytimeWindow(0.25, 4), Exponential(0.25)])
+def test_a_mutated_state_is_refused_or_works(rule):
+    average, tree = tail_average(rule), {"a": jnp.zeros(2), "b": jnp.zeros(())}
+    state = average.init(tree)
+    for step in range(20):
+        state = average.update(state, jax.tree.map(lambda x, step=step: x + step, tree))
+    refused = 0
+    for mutant in mutants(average.state_dict(state), 100, seed=rule.accumulators):
+        try:
+            with np.errstate(all="ignore"):
+                loaded = within(lambda: average.from_state_dict(mutant, tree), 5)  # noqa: B023
+        except ValueError:
+            refused += 1
+        else:
+            within(lambda: average.value(average.update(loaded, tree)), seconds=10)  # noqa: B023
+    assert refused > 30

@@ -187,7 +187,7 @@ def by_name(
         raise ValueError(
             f"state: sizes do not add up: {held} starts, {len(state['blocks'])} blocks"
         )
-    for part in (*list(state["blocks"])[:held], state["partial"]):
+    for part in (*state["blocks"][:held], state["partial"]):
         arrays = named(part, shapes)
         if set(arrays) != set(shapes):
             raise ValueError(f"state: expected arrays of {list(shapes)}, got {list(arrays)}")
