@@ -536,7 +536,7 @@ def test_counts_that_32_bits_do_not_hold_are_refused():
     average = TailAverage(Exponential(10), dtype="float32")
     average.update(np.ones(2, np.float32))
     saved = average.state_dict() | {"count": 3 * 10**9, "folded": 3 * 10**9}
-    with pytest.raises(ValueError, match=r"count of at most 2147483647, since x64 is off, got 3"):
+    with pytest.raises(ValueError, match=r"count of at most 2147483646, since x64 is off, got 3"):
         tail_average(Exponential(10)).from_state_dict(saved, jnp.zeros(2))
     with jax.enable_x64(True):
         state = tail_average(Exponential(10)).from_state_dict(saved, jnp.zeros(2))
