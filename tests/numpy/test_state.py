@@ -444,3 +444,16 @@ def test_a_growing_window_goes_on_with_its_cap_after_resuming(method):
     take(resumed, kind, xs[20:], method)
     assert resumed == average
     assert resumed.size == 30
+
+
+def test_a_state_whose_fold_is_overdue_is_folded_at_the_next_sample():
+    average = TailAverage(1.0)
+    for x in range(200):
+        average.update(float(x))
+    late = average.state_dict() | {"count": 1000, "partial": 1000.0}
+    resumed = TailAverage.from_state_dict(late)
+    assert resumed.value() == 1.0
+    for _ in range(3):
+        resumed.update(1.0)
+    assert resumed.value() == pytest.approx(1.0, rel=1e-12)
+    assert (resumed.count, resumed.state_dict()["folded"]) == (1003, 1000)

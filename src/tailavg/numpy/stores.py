@@ -43,10 +43,11 @@ class Folding(TailAverage, Store):
 
     def _commit(self) -> None:
         clock = self._clock
-        self._factors, self._split = clock.factors, (-1,)
-        # unless NaNs propagate, every sample needs a look
-        self._due = due = clock.next if self._nan_policy == "propagate" else clock.count
-        self._left = due - clock.count
+        t, due = clock.count, clock.next
+        if due < t or self._nan_policy != "propagate":  # the next sample needs a look
+            due = t
+        self._due, self._factors, self._split = due, clock.factors, (-1,)
+        self._left = due - t
 
     def _add(self, sample: Array) -> None:
         clock, left = self._now, self._left
