@@ -409,19 +409,19 @@ class _Torch(_File):
         import torch
 
         try:
-            tree = torch.load(self.path, map_location="cpu", mmap=mmap, weights_only=True)
             if not self.tensors:
                 with zipfile.ZipFile(self.path) as file:
                     if any(record.compress_type for record in file.infolist()):
                         raise ValueError("compressed records")  # torch would map them as they are
+            tree = torch.load(self.path, map_location="cpu", mmap=mmap, weights_only=True)
             tensors, memory = self._described(dict(self._leaves(tree)))
         except CheckpointError:
             raise
         except Exception as error:  # a damaged file can raise anything
-            first = str(error).strip().partition("\n")[0]
+            first = (str(error).strip() or type(error).__name__).partition("\n")[0]
             raise CheckpointError(
                 f"{self.path}: expected a whole file of tensors and plain data, as torch.save "
-                f"writes it, got: {first}"
+                f"writes it since torch 1.6, got: {first}"
             ) from error
         if self.tensors and tensors != self.tensors:
             raise CheckpointError(f"{self.path}: the file changed while it was read")
