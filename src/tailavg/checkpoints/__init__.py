@@ -415,7 +415,7 @@ class _Torch(_File):
                         raise ValueError("compressed records")  # torch would map them as they are
             tree = torch.load(self.path, map_location="cpu", mmap=mmap, weights_only=True)
             tensors, memory = self._described(dict(self._leaves(tree)))
-        except CheckpointError:
+        except (CheckpointError, ModuleNotFoundError):
             raise
         except Exception as error:  # a damaged file can raise anything
             first = (str(error).strip() or type(error).__name__).partition("\n")[0]
