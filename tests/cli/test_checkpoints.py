@@ -18,13 +18,13 @@ from safetensors.numpy import load_file, save_file
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
-def run(folder, *arguments):
+def run(folder, *arguments, **environment):
     return subprocess.run(
         [sys.executable, "-m", "tailavg", "checkpoints", *map(str, arguments)],
         cwd=folder,
         capture_output=True,
         text=True,
-        env=os.environ | {"COLUMNS": "400"},
+        env=os.environ | {"COLUMNS": "400"} | environment,
     )
 
 
@@ -35,10 +35,10 @@ def done(folder, *arguments):
     return process.stdout
 
 
-def failed(folder, *arguments, code=1):
+def failed(folder, *arguments, code=1, **environment):
     """What is said of a failure, which leaves no file behind."""
     before = sorted(folder.rglob("*"))
-    process = run(folder, *arguments)
+    process = run(folder, *arguments, **environment)
     assert process.returncode == code, process.stderr
     assert "Traceback" not in process.stderr
     assert sorted(folder.rglob("*")) == before
@@ -379,6 +379,53 @@ def test_an_output_that_cannot_be_written_is_left_as_it_was(tmp_path):
     assert "average.safetensors" in failed(tmp_path, *names, *ARGUMENTS)
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs a pipe with a name")
+def test_an_output_is_a_regular_file(tmp_path):
+    names = save_run(tmp_path, [1, 2])
+    os.mkfifo(tmp_path / "average.safetensors")
+    assert "expected a regular file" in failed(tmp_path, *names, *ARGUMENTS)
+
+
+LIMITED = """
+import resource, sys
+from tailavg.cli import app
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+app(["checkpoints", *sys.argv[1:]])
+"""
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
+def test_a_disk_that_is_full(tmp_path, suffix):
+    pytest.importorskip("resource")
+    if suffix == "pt":
+        _, names = torch_run(tmp_path, [1, 2], lambda torch, step: {"w": torch.ones(50_000) * step})
+    else:
+        names = save_run(tmp_path, [1, 2], lambda step: {"w": np.full(50_000, step, np.float32)})
+    arguments = [*names, "--windows", "1,2", "-o", f"average-{{window}}.{suffix}"]
+    command = [sys.executable, "-c", LIMITED, *arguments]
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert process.returncode == 1
+    said = f"tailavg: average-{{window}}.{suffix}: File too large\nNothing was written.\n"
+    assert process.stderr == said
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems refuse such names")
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1", "ascii"])
+def test_names_that_cannot_be_printed(tmp_path, encoding):
+    save_run(tmp_path, [1, 2])
+    names = [os.fsdecode(b"\xff-%d.safetensors" % step) for step in (1, 2)]
+    for step, name in enumerate(names, 1):
+        (tmp_path / f"step-{step}.safetensors").rename(tmp_path / name)
+    arguments = ["--window", "1.0", "-o", "平均.safetensors"]
+    process = run(tmp_path, *names, *arguments, PYTHONIOENCODING=encoding)
+    assert process.returncode == 0, process.stderr
+    assert "2 of 2 checkpoints, \\udcff-1.safetensors to \\udcff-2.safetensors" in process.stdout
+    (tmp_path / names[0]).write_bytes(b"damaged")
+    said = failed(tmp_path, *names, *arguments, PYTHONIOENCODING=encoding)
+    assert "-1.safetensors: truncated in its header" in said
+
+
 def test_of_several_outputs_all_are_written_or_none(tmp_path):
     names = save_run(tmp_path, [1, 2])
     (tmp_path / "average-2.safetensors").mkdir()
@@ -503,7 +550,7 @@ def test_torch_files_that_cannot_be_averaged(tmp_path):
     odd = a_tree(torch, 2)
     odd["model"]["head"] = odd["model"]["head"].clone()
     torch.save(odd, path)
-    assert "'model/head': expected it tied to model/embedding" in failed(tmp_path, *arguments)
+    assert "'model/embedding': expected it tied to model/head" in failed(tmp_path, *arguments)
 
     odd["model"].pop("head")
     torch.save(odd, path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -74,7 +75,6 @@ def checkpoints(
         name = str(output) if windows is None else str(output).replace("{window}", window_name(one))
         outputs[Path(name)] = parse_rule(one, method, accumulators)
         _check_names(files, Path(name))
-    ordered = _in_order(files, sort)
 
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -89,7 +89,7 @@ def checkpoints(
         ) as bar:
             task = bar.add_task("averaging", total=None)
             every = average_checkpoints(
-                ordered,
+                _in_order(files, sort),
                 outputs,
                 lambda done, total: bar.update(task, completed=done, total=total),
             )
@@ -97,12 +97,16 @@ def checkpoints(
         fail(f"{error}\nNothing was written.")
     except OSError as error:
         fail(f"{error.filename or output}: {error.strerror or error}\nNothing was written.")
+    except MemoryError:
+        fail("expected memory for the averages and the newest file, got less\nNothing was written.")
     except ImportError as error:
         extra = "torch" if error.name == "torch" else "'tailavg[cli]'"
         fail(f"{output.suffix} files need {error.name}; install it with: pip install {extra}")
     for path, used in zip(outputs, every, strict=True):
         span = f"{used[0]} to {used[-1]}" if len(used) > 1 else f"{used[0]}"
-        typer.echo(f"{path}: the average of {len(used)} of {len(files)} checkpoints, {span}")
+        said = f"{path}: the average of {len(used)} of {len(files)} checkpoints, {span}"
+        encoding = sys.stdout.encoding or "utf-8"  # in which a name may have no place
+        typer.echo(said.encode(encoding, "backslashreplace").decode(encoding))
 
 
 def _check_names(files: list[Path], output: Path) -> None:
