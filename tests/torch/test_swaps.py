@@ -296,6 +296,19 @@ def test_a_copy_into_a_model_with_fewer_ties_leaves_none_of_two_tensors_out():
     assert bits(other) == before
 
 
+def test_a_copy_into_a_model_with_its_ties_elsewhere_is_refused_by_name():
+    tensors = [torch.ones(2), torch.full((2,), 2.0)]
+    average = ParameterAverage(
+        dict(zip("abcd", [tensors[i] for i in (0, 0, 1, 1)], strict=True)), 5
+    )
+    average.update()
+    tensors = [torch.zeros(2) for _ in range(3)]
+    other = dict(zip("abcd", [tensors[i] for i in (0, 1, 2, 1)], strict=True))
+    with pytest.raises(ValueError, match="a and c"):
+        average.copy_to(other)
+    assert not any(tensor.any() for tensor in tensors)
+
+
 def test_a_copy_into_a_model_of_another_type_is_rounded_to_it():
     average, _, history = walked(small(), 10, 20)
     other = small(seed=2).to(torch.bfloat16)

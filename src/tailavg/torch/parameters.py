@@ -326,11 +326,8 @@ class ParameterAverage:
             rest |= mine.buffers
         into = {**other.averaged, **other.parameters, **other.buffers}
         into = {name: into[name] for name in (*mine.averaged, *rest)}
-        names: dict[int, str] = {}
-        tied = [{names.setdefault(id(tensor), name), name} for name, tensor in into.items()]
-        tied += [{name for name, *_ in relation} for relation in other.overlaps - mine.overlaps]
-        for pair in tied:
-            if len(pair & into.keys()) > 1:
+        for pair in mine.tied_otherwise(other):
+            if len(pair) > 1 and all(mine.aliases.get(name) in into for name in pair):
                 raise ValueError(
                     f"model: expected {' and '.join(sorted(pair))} to share memory only as in the "
                     "averaged model, got tensors that share it otherwise"

@@ -345,13 +345,18 @@ class Tracking:
                     check_names("model", {alias: forms[name]}, {alias: tensor})
             setattr(other, attribute, same)
         other.locals = {name: local(tensor) for name, tensor in other.averaged.items()}
-        other.overlaps = {
-            frozenset(
-                (self.aliases.get(name, name), start, steps) for name, start, steps in relation
-            )
-            for relation in other.overlaps
-        }
         return other
+
+    def tied_otherwise(self, other: Tracking) -> Iterator[set[str]]:
+        """The names that share memory in another model, of those in `of`, and not so in this."""
+        names: dict[int, str] = {}
+        found = (other.averaged | other.parameters | other.buffers).items()
+        for name, tensor in (*found, *((name, tensor) for _, name, tensor in other.apart)):
+            yield {names.setdefault(id(tensor), name), name}
+        for relation in other.overlaps:
+            same = ((self.aliases.get(name), start, steps) for name, start, steps in relation)
+            if frozenset(same) not in self.overlaps:
+                yield {name for name, _, _ in relation}
 
     def reshard(self) -> None:
         """Let FSDP drop the weights that a forward pass gathered, and go back to the shards."""
