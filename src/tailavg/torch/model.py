@@ -84,6 +84,8 @@ class AveragedModel(Module):
     @outside_autograd
     def update_parameters(self, model: Module) -> None:
         """Take the model's current parameters as one sample."""
+        if self._target.buffers:
+            self._target.refresh(self._move)
         source = self._source
         if source is None or source.module is not unwrap(model) or not source.is_current():
             source = self._target.of(model, self._options)
@@ -96,8 +98,6 @@ class AveragedModel(Module):
             self._accumulators.bind(source.locals)
             self._source = source
         buffers = source.buffers
-        if buffers:
-            self._target.refresh()
 
         def copy_the_rest() -> None:
             for name, buffer in self._target.buffers.items():
@@ -142,7 +142,7 @@ class AveragedModel(Module):
         """Compute the average, unless it is up to date."""
         self._accumulators.require_whole()
         if self._shown != self.count:
-            self._target.refresh()
+            self._target.refresh(self._move)
             self._accumulators.write(self._accumulators.clock.terms(), self._target.locals)
             self._shown = self.count
 
@@ -236,6 +236,7 @@ class AveragedModel(Module):
         return self
 
     def _move(self, tensors: Mapping[str, Tensor]) -> None:
+        """Let the accumulators follow the module to another device or dtype."""
         self._accumulators = self._accumulators.to(None, tensors)
         self._source = None
 
