@@ -1,10 +1,13 @@
 """An interrupt at any point of the library's own code."""
 
+import os
 import sys
 from pathlib import Path
 
 import tailavg
 
+EVERY = int(os.environ.get("TAILAVG_INTERRUPTS", "400"))  # 100000 takes minutes
+SOME = 50
 PACKAGE = str(Path(tailavg.__file__).parent)
 
 
@@ -32,16 +35,17 @@ class Interrupt:
         return self._trace
 
 
-def interrupted(make, call, most: int):
+def interrupted(make, call):
     """Call on something new, interrupted here or there: yields each of them afterwards.
 
-    At every instruction if there are at most so many; otherwise at as many as that, evenly spread.
+    A short call is interrupted at every instruction, a long one at some, evenly spread.
     """
     call(make())  # fills what is cached
     subject = make()
     with Interrupt() as counting:
         call(subject)
-    for n in range(1, counting.seen + 1, -(-counting.seen // most)):
+    step = 1 if counting.seen <= EVERY else counting.seen // SOME
+    for n in range(1, counting.seen + 1, step):
         subject = make()
         try:
             with Interrupt(n):
