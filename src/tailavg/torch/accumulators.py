@@ -471,10 +471,12 @@ def _tensor(what: str, value: Any) -> Tensor:
     if isinstance(value, Tensor):
         return value
     try:
-        return torch.from_numpy(np.array(value))
+        if isinstance(value, np.ndarray | np.generic | list | tuple | int | float | complex):
+            return torch.from_numpy(np.array(value))
+        raise TypeError("not a tensor")
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"{what}: expected numbers, got {type(value).__name__}: {error}"
+            f"{what}: expected a tensor, got {type(value).__name__}: {error}"
         ) from error
 
 

@@ -472,6 +472,11 @@ class ParameterAverage:
         tensors = len(self._tracking.averaged)
         return f"<ParameterAverage({self._rule}): {self.count} updates of {tensors} tensors>"
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles."""
+        self._require_training_weights("copy")  # a copy could not tell whose they are
+        return self.__dict__
+
     def _look_again(self) -> None:
         """Find replaced parameters."""
         self._tracking.refresh(self._accumulators.bind)
