@@ -64,8 +64,8 @@ def convert_tail_batchnorm(model: nn.Module, window: AnyWindow) -> nn.Module:
         if tail is None:
             unknown.append(f"{name or 'model'} ({type(module).__name__})")
             continue
-        module.__class__ = tail
         cast("_TailStatistics", module)._tail_rule = rule
+        module.__class__ = tail
         if module.momentum is None:
             module.momentum = 0.1
     if unknown:

@@ -89,7 +89,8 @@ class AveragedModel(Module):
         source = self._source
         if source is None or source.module is not unwrap(model) or not source.is_current():
             source = self._target.of(model, self._options)
-            for alias, name, _ in source.apart:
+            if source.apart:
+                alias, name, _ = source.apart[0]
                 raise ValueError(
                     f"model: {alias}: expected the same tensor as {name}, as in the averaged "
                     "model, got another one"

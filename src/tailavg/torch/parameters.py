@@ -65,7 +65,8 @@ class ParameterAverage:
 
     Args:
         model: A module, or pairs of names and tensors. DDP and `torch.compile` wrappers are
-            unwrapped. Tied parameters are kept once, frozen ones averaged like any other.
+            unwrapped. Tied parameters, by name or by memory, are kept once, and frozen ones
+            averaged like any other.
         rule: A number (an int n for the last n updates, a float in (0, 1] for the last fraction of
             them), a window or a rule.
         dtype: The lowest precision of the accumulators; those of float64 parameters are float64.
