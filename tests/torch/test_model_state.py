@@ -47,12 +47,31 @@ def test_states_that_do_not_fit_are_refused_and_change_nothing():
     model = small()
     averaged, _, _ = walked(model, 10, 25)
     good, before = saved(averaged.state_dict()), bits(averaged)
+    own = list(averaged.parameters())
     other_rule, _, _ = walked(small(), Exponential(10), 25)
     with pytest.raises(ValueError, match="Exponential"):
         averaged.load_state_dict(other_rule.state_dict())
     assert bits(averaged) == before
     with pytest.raises((ValueError, RuntimeError), match="version"):
         averaged.load_state_dict(good | {"_extra_state": good["_extra_state"] | {"version": 99}})
+    assert bits(averaged) == before
+    for count in (25, 12):  # a refusal by torch itself, after it has loaded some of it
+        other, _, _ = walked(small(seed=1), 10, count)
+        for wrong in (
+            {"module.3.bias": torch.zeros(3)},
+            {"module.4.bias": torch.zeros(3)},
+            {"module.3.bias": torch.zeros(2, device="meta")},
+        ):
+            for assign in (False, True):
+                state = saved(other.state_dict()) | wrong
+                with pytest.raises((ValueError, RuntimeError), match=r"[34]\.bias"):
+                    averaged.load_state_dict(state, assign=assign)
+                assert bits(averaged) == before
+                assert averaged.count == averaged.n_averaged == 25
+                assert all(a is b for a, b in zip(averaged.parameters(), own, strict=True))
+    del state["module.3.bias"]
+    with pytest.raises(RuntimeError, match=r"module\.3\.bias"):
+        averaged.load_state_dict(state)
     assert bits(averaged) == before
     taller, _, _ = walked(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 7)), 10, 25)
     with pytest.raises((ValueError, RuntimeError), match="weight"):

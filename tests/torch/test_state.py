@@ -140,6 +140,55 @@ def test_a_state_that_does_not_fit_is_refused_by_name_and_changes_nothing():
         assert average.count == 33, case
 
 
+ODD = {
+    "None": None,
+    "text": "abc",
+    "ragged": [1.0, [2.0]],
+    "a dict": {},
+    "an object": object(),
+    "a range": range(10**9),
+    "whole numbers": [1, 2, 3, 4],
+    "large numbers": [10**400] * 4,
+    "dates": np.zeros(4, dtype="M8[s]"),
+    "complex": torch.zeros(4, dtype=torch.complex64),
+    "meta": torch.zeros(4, device="meta"),
+    "sparse": torch.zeros(4).to_sparse(),
+    "four bits": torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+    "a number": np.float32(1.0),
+    "a long empty one": torch.zeros(3 * 10**7, 0),
+    "expanded": torch.zeros(1).expand(10**12),
+}
+
+
+@pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
+@pytest.mark.parametrize("rule", [AnytimeWindow(10), Exponential(10)], ids=str)
+def test_anything_else_in_place_of_a_tensor_is_refused_by_name(odd, rule):
+    average, _, _ = walked(small(), rule, 33)
+    good = saved(average.state_dict())
+    before = snapshot(average.state_dict())
+    blocks = [*good["blocks"][:-1], good["blocks"][-1] | {"1.bias": odd}]
+    for state in (good | {"partial": good["partial"] | {"1.bias": odd}}, good | {"blocks": blocks}):
+        with pytest.raises(ValueError, match=r"(block \d|partial): 1\.bias"):
+            average.load_state_dict(state)
+        assert snapshot(average.state_dict()) == before
+    for name in ("blocks", "partial"):
+        with pytest.raises(ValueError, match=r"block|partial"):
+            average.load_state_dict(good | {name: [odd] * 3 if name == "blocks" else odd})
+        assert snapshot(average.state_dict()) == before
+
+
+def test_lists_and_numbers_stand_for_tensors_of_their_type():
+    scale = torch.tensor(2.0, dtype=torch.float64)
+    average = ParameterAverage({"scale": scale}, 10)
+    average.update()
+    state = saved(average.state_dict())
+    other = ParameterAverage({"scale": torch.tensor(0.0, dtype=torch.float64)}, 10)
+    for make in (float, np.float64, np.array):
+        plain = state | {"partial": {"scale": make(state["partial"]["scale"].item())}}
+        other.load_state_dict(plain)
+        assert snapshot(other.state_dict()) == snapshot(state)
+
+
 def test_a_state_of_other_accumulators_is_refused():
     for first, second in ((torch.float32, torch.float64), (torch.float64, torch.float32)):
         average, _, _ = walked(small(), 10, 33, dtype=first)

@@ -1,10 +1,14 @@
 """Parameters that are replaced, moved or converted under an average."""
 
+import copy
+import warnings
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from averaged_models import walked as walked_module
 from cases import short
 from tailavg import AnytimeWindow, Exponential
 from tailavg.torch import ParameterAverage
@@ -303,3 +307,77 @@ def test_a_parameter_replaced_inside_a_swap_does_not_spoil_the_others():
         n: x for n, x in before.items() if n != "0.weight"
     }
     assert after["0.weight"] == before["0.weight"]
+
+
+def to_meta(model):
+    model[0].weight = nn.Parameter(torch.empty(4, 3, device="meta"))
+
+
+def all_to_meta(model):
+    model.to("meta")
+
+
+def to_complex(model):
+    model[0].weight = nn.Parameter(torch.ones(4, 3, dtype=torch.complex64))
+
+
+def to_whole_numbers(model):
+    model[0].weight = nn.Parameter(torch.ones(4, 3, dtype=torch.int32), requires_grad=False)
+
+
+def to_sparse(model):
+    model[0].weight = nn.Parameter(torch.ones(4, 3).to_sparse())
+
+
+def to_sparse_rows(model):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that these are in beta
+        model[0].weight = nn.Parameter(torch.ones(4, 3).to_sparse_csr())
+
+
+def to_four_bits(model):
+    packed = torch.zeros(4, 3, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    model[0].weight = nn.Parameter(packed, requires_grad=False)
+
+
+UNREADABLE = [
+    to_meta,
+    all_to_meta,
+    to_complex,
+    to_whole_numbers,
+    to_sparse,
+    to_sparse_rows,
+    to_four_bits,
+]
+
+
+@pytest.mark.parametrize("change", UNREADABLE)
+def test_a_parameter_without_numbers_to_add_is_refused_by_name_and_changes_nothing(change):
+    model = small()
+    average, _, _ = walked(model, 10, 25)
+    averaged, _, _ = walked_module(model, 10, 25)
+    live, state = average.state_dict(), snapshot(average.state_dict())
+    before = bits(averaged)
+    good = copy.deepcopy(model)
+    change(model)
+    for call in (average.update, lambda: average.average_parameters().__enter__(), average.copy_to):
+        with pytest.raises(ValueError, match=r"0\.weight"):
+            call()
+    with pytest.raises(ValueError, match=r"0\.weight"):
+        averaged.update_parameters(model)
+    assert snapshot(live) == state
+    assert bits(averaged) == before
+    averaged.update_parameters(good)
+    assert averaged.count == 26
+    model.load_state_dict(good.state_dict(), assign=True)
+    average.update()
+    assert average.count == 26
+
+
+@pytest.mark.parametrize("change", [to_meta, to_sparse, to_sparse_rows, to_four_bits])
+def test_tensors_without_numbers_are_refused_at_once_unless_excluded(change):
+    model = small()
+    change(model)
+    with pytest.raises(ValueError, match=r"0\.weight"):
+        ParameterAverage(model, 10)
+    ParameterAverage(model, 10, exclude="0.weight").update()

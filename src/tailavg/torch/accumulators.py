@@ -84,7 +84,8 @@ class Accumulators(Store):
                 "sample; AnytimeWindow has the same variance"
             )
         self.clock = clock_for(rule)
-        self._whole = True  # False during an update
+        self.calls = 0  # since the last sample, if only every n-th counts
+        self.whole = True  # False while anything changes
         self.dtype = dtype
         self.device = None if device is None else torch.empty(0, device=device).device
         accumulators = rule.accumulators
@@ -106,17 +107,20 @@ class Accumulators(Store):
         for group in self._groups:
             group.bind(tensors)
 
-    def add(self) -> None:
-        """Take one sample: the current values of the bound tensors."""
+    def add(self, then: Callable[[], None] | None = None) -> None:
+        """Take one sample: the current values of the bound tensors. Call `then` in the end."""
         clock = self.clock
         self.require_whole()
-        self._whole = False
+        self.whole = False
         clock.prepare(self)
         factor = clock.factor
         for group in self._groups:
             group.add(factor)
         clock.count += 1
-        self._whole = True
+        self.calls = 0
+        if then is not None:
+            then()
+        self.whole = True
 
     def fold(self, total: float, weight: float, carry: float) -> None:
         """See `Store`."""
@@ -129,10 +133,10 @@ class Accumulators(Store):
             group.turn(gone, weight)
 
     def require_whole(self) -> None:
-        """Raise unless every update so far ran to its end."""
-        if not self._whole:
+        """Raise unless every update and load so far ran to its end."""
+        if not self.whole:
             raise RuntimeError(
-                "the average is not whole: an update was interrupted half-way; "
+                "the average is not whole: an update or a load was interrupted half-way; "
                 "load_state_dict() a saved state, or create a new average"
             )
 
@@ -187,8 +191,14 @@ class Accumulators(Store):
             partial=partial[0],
         )
 
-    def load(self, state: Mapping[str, Any], tracking: Tracking) -> None:
-        """Resume from a state of these tensors, or of a single tensor without a name."""
+    def loaded(
+        self, state: Mapping[str, Any], tracking: Tracking, every: int = 1
+    ) -> Callable[[], None]:
+        """Check a state of these tensors, or of a single tensor without a name.
+
+        Returns:
+            What resumes from it.
+        """
         layout.check(state)
         layout.check_nan_policy(state)
         dtype = str(self.dtype).removeprefix("torch.")
@@ -217,26 +227,39 @@ class Accumulators(Store):
                 continue
             if not isinstance(saved, Mapping) and len(views) > 1:
                 raise ValueError(f"{what}: expected tensors by name, got {type(saved).__name__}")
-            saved = layout.named(saved, views)
-            saved = {
-                tracking.aliases.get(name, name): value
-                if isinstance(value, Tensor)
-                else torch.from_numpy(np.array(value))
-                for name, value in saved.items()
+            tensors = {
+                name: _tensor(f"{what}: {name}", value)
+                for name, value in layout.named(saved, views).items()
             }
-            check_names(what, tracking.shapes, saved)
+            named = {tracking.aliases.get(name, name): tensors[name] for name in reversed(tensors)}
+            check_names(what, tracking.forms, named)
+            for name, tensor in tensors.items():
+                first = tracking.aliases.get(name, name)
+                if tensor is not named[first]:
+                    check_names(what, {name: tracking.forms[first]}, {name: tensor})
+                    if not torch.equal(local(tensor), local(named[first])):
+                        raise ValueError(
+                            f"{what}: {name}: expected the values of {first}, since the model has "
+                            "one tensor with both names, got others"
+                        )
             for name, view in views.items():
-                if saved[name].dtype != view.dtype:
+                if named[name].dtype != view.dtype:
                     raise ValueError(
-                        f"{what}: {name}: expected {view.dtype}, got {saved[name].dtype}"
+                        f"{what}: {name}: expected {view.dtype}, got {named[name].dtype}"
                     )
-            copies += [(views[name], local(saved[name])) for name in views]
+            copies += [(views[name], local(named[name])) for name in views]
         layout.check_steps(state["count"], state["starts"], state["folded"])
-        self.clock.restore(state["count"], state["starts"], state["folded"])
-        self._whole = False
-        for view, value in copies:
-            view.copy_(value)
-        self._whole = True
+        clock = clock_for(self.clock.rule)
+        clock.restore(state["count"], state["starts"], state["folded"])
+
+        def resume() -> None:
+            self.whole = False
+            for view, value in copies:
+                view.copy_(value)
+            self.clock, self.calls = clock, state.get("calls", 0) % every
+            self.whole = True
+
+        return resume
 
     def to(
         self, device: torch.device | str | int | None, tensors: Mapping[str, Tensor]
@@ -244,7 +267,7 @@ class Accumulators(Store):
         """The same average on a device; None stands for the device of the tensors."""
         self.require_whole()
         moved = Accumulators(self.clock.rule, tensors, self.dtype, device)
-        moved.clock = self.clock
+        moved.clock, moved.calls = self.clock, self.calls
         for new, old in zip(chain(*moved.state()), chain(*self.state()), strict=True):
             for name, view in new.items():
                 view.copy_(old[name])
@@ -442,6 +465,19 @@ class _Group:
         return zip(
             *(_split(flat, min(self._part, len(self._stage))) for flat in flats), strict=True
         )
+
+
+def _tensor(what: str, value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    try:
+        if isinstance(value, np.ndarray | np.generic | list | tuple | int | float | complex):
+            return torch.from_numpy(np.array(value))
+        raise TypeError("not a tensor")
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{what}: expected a tensor, got {type(value).__name__}: {error}"
+        ) from error
 
 
 def _split(flat: Tensor, size: int) -> tuple[Tensor, ...]:

@@ -64,8 +64,8 @@ def convert_tail_batchnorm(model: nn.Module, window: AnyWindow) -> nn.Module:
         if tail is None:
             unknown.append(f"{name or 'model'} ({type(module).__name__})")
             continue
-        module.__class__ = tail
         cast("_TailStatistics", module)._tail_rule = rule
+        module.__class__ = tail
         if module.momentum is None:
             module.momentum = 0.1
     if unknown:
@@ -184,12 +184,15 @@ class _TailStatistics(_WithStatistics):
             return super().forward(input)
         mean, var = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
         output = self._normalise(input, mean, var)
-        self.num_batches_tracked.add_(1)
         # Tensor arithmetic throughout: nothing waits for the device, and compilers see one graph.
-        t = self.num_batches_tracked.to(torch.float32 if mean.is_mps else torch.float64)
+        count = self.num_batches_tracked + 1
+        t = count.to(torch.float32 if mean.is_mps else torch.float64)
         weight = 1.0 / t if self.momentum is None else self._tail_rule.weight(t)
-        self.running_mean.lerp_(mean, weight.to(mean.dtype))
-        self.running_var.lerp_(var, weight.to(var.dtype))
+        mean = self.running_mean.lerp(mean, weight.to(mean.dtype))
+        var = self.running_var.lerp(var, weight.to(var.dtype))
+        # one call, so that an interrupt comes before it or after it
+        own = [self.running_mean, self.running_var, self.num_batches_tracked]
+        torch._foreach_copy_(own, [mean, var, count])
         return output
 
     def _normalise(self, input: Tensor, mean: Tensor, var: Tensor) -> Tensor:  # noqa: A002
@@ -220,13 +223,11 @@ class TailSyncBatchNorm(_TailStatistics, nn.SyncBatchNorm):
 
     def _normalise(self, input: Tensor, mean: Tensor, var: Tensor) -> Tensor:  # noqa: A002
         """Use torch's own forward, which knows when and how to synchronise."""
-        own = self.running_mean, self.running_var, self.num_batches_tracked, self.momentum
-        self.running_mean, self.running_var, self.momentum = mean, var, 1.0
-        self.num_batches_tracked = torch.zeros_like(self.num_batches_tracked)
-        try:
-            return nn.SyncBatchNorm.forward(self, input)
-        finally:
-            self.running_mean, self.running_var, self.num_batches_tracked, self.momentum = own
+        twin = object.__new__(nn.SyncBatchNorm)  # which shares all else: this one stays as it is
+        count = torch.zeros_like(self.num_batches_tracked)
+        buffers = {"running_mean": mean, "running_var": var, "num_batches_tracked": count}
+        twin.__dict__ = self.__dict__ | {"_buffers": self._buffers | buffers, "momentum": 1.0}
+        return nn.SyncBatchNorm.forward(twin, input)
 
 
 _TAIL: dict[type[nn.Module], type[_TailStatistics]] = {

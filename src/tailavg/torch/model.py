@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from typing import Any
@@ -15,6 +16,7 @@ from tailavg.core.rules import AnyTail, Rule, as_rule, windowed
 from tailavg.core.state import nothing_yet
 from tailavg.core.windows import AnyWindow, Reals
 from tailavg.torch.accumulators import Accumulators
+from tailavg.torch.swap import Aside
 from tailavg.torch.tracking import Buffers, Tracking, is_sharded, outside_autograd, unwrap
 
 __all__ = ["AveragedModel"]
@@ -66,33 +68,44 @@ class AveragedModel(Module):
                 "model: expected one that can be copied, got a sharded one; use ParameterAverage, "
                 "which makes no copy"
             )
-        self._stale = False  # whether the module is behind the accumulators
+        self._shown = 0  # the count at which the module got the average
         self.use_buffers = use_buffers
-        self.module = deepcopy(unwrap(model))
+        module = deepcopy(unwrap(model))
         if device is not None:
-            self.module.to(device)
+            module.to(device)
+        self.module = module
         self.register_buffer("n_averaged", torch.tensor(0, dtype=torch.long, device=device))
         buffers: Buffers = "average" if use_buffers else "copy"
         self._options = {"buffers": buffers}
-        self._target = Tracking(self.module, **self._options)
+        self._target = Tracking(module, **self._options)
         self._source: Tracking | None = None
         self._accumulators = Accumulators(as_rule(rule), self._target.locals, torch.float32, device)
 
     @outside_autograd
     def update_parameters(self, model: Module) -> None:
         """Take the model's current parameters as one sample."""
+        if self._target.buffers:
+            self._target.refresh(self._move)
         source = self._source
         if source is None or source.module is not unwrap(model) or not source.is_current():
             source = self._target.of(model, self._options)
+            if source.apart:
+                alias, name, _ = source.apart[0]
+                raise ValueError(
+                    f"model: {alias}: expected the same tensor as {name}, as in the averaged "
+                    "model, got another one"
+                )
+            self._source = None  # until all tensors are bound
             self._accumulators.bind(source.locals)
             self._source = source
-        self._accumulators.add()
-        if self._target.buffers:
-            self._target.refresh()
+        buffers = source.buffers
+
+        def copy_the_rest() -> None:
             for name, buffer in self._target.buffers.items():
-                buffer.copy_(source.buffers[name])
-        self.n_averaged += 1
-        self._stale = True
+                buffer.copy_(buffers[name])
+            self.n_averaged.fill_(self.count)
+
+        self._accumulators.add(copy_the_rest)
 
     @property
     def rule(self) -> Rule:
@@ -111,6 +124,7 @@ class AveragedModel(Module):
 
     def weights(self) -> Reals:
         """The weight of each of the `count` updates, oldest first."""
+        self._accumulators.require_whole()
         clock = self._accumulators.clock
         return profiles.dense_weights(
             windowed(clock.rule, None, clock.count), clock.starts, clock.count
@@ -118,6 +132,7 @@ class AveragedModel(Module):
 
     def profile(self) -> profiles.Profile:
         """A summary of the weights: effective size, mean age, oldest age."""
+        self._accumulators.require_whole()
         clock = self._accumulators.clock
         if not clock.count:
             raise nothing_yet("profile", "; call update_parameters(model) after each step")
@@ -126,10 +141,11 @@ class AveragedModel(Module):
     @outside_autograd
     def _catch_up(self) -> None:
         """Compute the average, unless it is up to date."""
-        if self._stale:
-            self._stale = False  # reading the module must not come here again
-            self._target.refresh()
+        self._accumulators.require_whole()
+        if self._shown != self.count:
+            self._target.refresh(self._move)
             self._accumulators.write(self._accumulators.clock.terms(), self._target.locals)
+            self._shown = self.count
 
     # Every way to read the module.
 
@@ -164,30 +180,66 @@ class AveragedModel(Module):
 
     @outside_autograd
     def set_extra_state(self, state: Any) -> None:
-        """Resume from a state of the average."""
-        self._accumulators.load(state, self._target)
-        self._stale = False
+        """Resume from a state of the average; None stands for one that is loaded later."""
+        try:
+            if state is not None:
+                self._accumulators.loaded(state, self._target)()
+                self._shown = self.count
+        finally:
+            self.n_averaged.fill_(self.count)  # torch may have loaded another one
 
+    @outside_autograd
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Resume from what `state_dict` saved. Raise a ValueError if another class saved it."""
-        if "_extra_state" not in state_dict:
+        """Resume from what `state_dict` saved, or change nothing and say why.
+
+        Raises:
+            ValueError: If another class saved it, or with another rule.
+            RuntimeError: As in `torch.nn.Module.load_state_dict`.
+        """
+        if state_dict.get("_extra_state") is None:
             raise ValueError(
                 "state_dict: expected one from tailavg.torch.AveragedModel, got one without the "
                 "state of an average, as torch's own AveragedModel saves it; to start a new "
                 "average from those weights, load them into the model and call update_parameters"
             )
-        return super().load_state_dict(state_dict, strict, assign)
+        self._target.refresh()
+        accumulators, target = self._accumulators, self._target
+        resume = accumulators.loaded(state_dict["_extra_state"], target)
+        weights = OrderedDict(state_dict)
+        weights["_extra_state"] = None  # later
+        if "n_averaged" in weights:
+            weights["n_averaged"] = self.n_averaged.clone()
+        if hasattr(state_dict, "_metadata"):  # the versions of modules
+            weights._metadata = state_dict._metadata  # type: ignore[attr-defined]
+        aside = Aside(target, target.averaged | target.parameters | target.buffers, None)
+        for memory in aside.memory.values():
+            aside.keep([memory])
+        whole, accumulators.whole = accumulators.whole, False
+        try:
+            keys = super().load_state_dict(weights, strict, assign)
+            target.refresh()
+        except BaseException:
+            aside.put_back()
+            accumulators.whole = whole
+            raise
+        self._shown = state_dict["_extra_state"]["count"]
+        self.n_averaged.fill_(self._shown)
+        resume()
+        return keys
 
     @outside_autograd
     def _apply(self, fn: Any, recurse: bool = True) -> AveragedModel:
         self._catch_up()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self._target.refresh():
-            self._accumulators = self._accumulators.to(None, self._target.locals)
-            self._source = None
+        self._target.refresh(self._move)
         return self
+
+    def _move(self, tensors: Mapping[str, Tensor]) -> None:
+        """Let the accumulators follow the module to another device or dtype."""
+        self._accumulators = self._accumulators.to(None, tensors)
+        self._source = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the model of the last update out of copies and pickles."""

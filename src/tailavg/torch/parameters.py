@@ -9,18 +9,17 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from tailavg.core import profile as profiles
-from tailavg.core.files import whole_file
 from tailavg.core.rules import AnyTail, Rule, as_rule, windowed
 from tailavg.core.state import nothing_yet
 from tailavg.core.windows import AnyWindow, Reals, positive_int
 from tailavg.torch.accumulators import Accumulators
-from tailavg.torch.memory import Aside
+from tailavg.torch.export import write_safetensors
+from tailavg.torch.swap import Aside
 from tailavg.torch.tracking import (
     Buffers,
     Choice,
@@ -66,7 +65,8 @@ class ParameterAverage:
 
     Args:
         model: A module, or pairs of names and tensors. DDP and `torch.compile` wrappers are
-            unwrapped. Tied parameters are kept once, frozen ones averaged like any other.
+            unwrapped. Tied parameters, by name or by memory, are kept once, and frozen ones
+            averaged like any other.
         rule: A number (an int n for the last n updates, a float in (0, 1] for the last fraction of
             them), a window or a rule.
         dtype: The lowest precision of the accumulators; those of float64 parameters are float64.
@@ -107,7 +107,6 @@ class ParameterAverage:
     ) -> None:
         self._rule = as_rule(rule)
         self._every = positive_int(update_every, "update_every")
-        self._calls = 0
         self._options: dict[str, Any] = {
             "include": include,
             "exclude": exclude,
@@ -115,9 +114,7 @@ class ParameterAverage:
         }
         self._tracking = Tracking(model, **self._options)
         self._accumulators = Accumulators(self._rule, self._tracking.locals, dtype, device)
-        self._aside = Aside()
-        self._swapped: list[tuple[Tensor, Tensor]] = []  # tensors, with their original memory
-        self._slots: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._aside: Aside | None = None  # the training weights, during a swap
         self._handle: RemovableHandle | None = None
 
     def update(self) -> None:
@@ -126,11 +123,10 @@ class ParameterAverage:
         A parameter that was replaced since the last update is found by its name.
         """
         self._require_training_weights("update")
-        if self._calls + 1 < self._every:
-            self._calls += 1
+        if self._accumulators.calls + 1 < self._every:
+            self._accumulators.calls += 1
             return
         self._add()
-        self._calls = 0
 
     @outside_autograd
     def _add(self) -> None:
@@ -286,7 +282,7 @@ class ParameterAverage:
 
     def restore(self) -> None:
         """Give the model back the parameters that `store` put aside."""
-        if not self._aside.holds:
+        if self._aside is None:
             raise RuntimeError("restore: expected a store() before it, got none")
         self._put_back()
 
@@ -294,38 +290,23 @@ class ParameterAverage:
     def _put_aside(self, terms: Sequence[tuple[float, int]] | None) -> None:
         """Put the weights aside; if terms are given, write that average into the model."""
         self._look_again()
-        tracking = self._tracking
-        tensors = dict(tracking.averaged)
+        tracking, tensors = self._tracking, dict(self._tracking.averaged)
         if self._options["buffers"] != "skip":
             tensors |= tracking.buffers
-        self._slots = tracking.slots()
-        self._swapped = [(tensor, local(tensor).detach()) for tensor in tensors.values()]
-        aside = self._aside
-        aside.open([memory for _, memory in self._swapped], self._accumulators.device)
-        for name, (_, memory) in zip(tensors, self._swapped, strict=True):
-            if terms is None or name not in tracking.averaged:
+        aside = self._aside = Aside(tracking, tensors, self._accumulators.device)
+        # what has a place of its own is kept just before it is overwritten, which is faster
+        later = terms is not None and not tracking.overlaps
+        for name, memory in aside.memory.items():
+            if not (later and name in tracking.averaged):
                 aside.keep([memory])
         if terms is not None:
-            self._accumulators.write(terms, tracking.locals, before=aside.keep)
+            self._accumulators.write(terms, tracking.locals, before=aside.keep if later else None)
 
     @outside_autograd
     def _put_back(self) -> None:
-        if not self._aside.holds:  # nothing was touched
-            return
-        self._aside.put_back()
-        self._tracking.reshard()
-        for slots, held in self._slots:
-            for name, tensor in held.items():
-                if slots.get(name) is not tensor:  # it was replaced meanwhile
-                    slots[name] = tensor
-        for tensor, memory in self._swapped:
-            now = local(tensor)
-            if now.shape != memory.shape:
-                now.data = memory
-            elif now.data_ptr() != memory.data_ptr() or now.stride() != memory.stride():
-                now.copy_(memory)  # it moved to another device or dtype, and stays there
-        self._swapped, self._slots = [], []
-        self._aside.close()
+        if self._aside is not None:
+            self._aside.put_back()
+            self._aside = None
 
     @outside_autograd
     def copy_to(self, model: Source | None = None, window: AnyWindow | None = None) -> None:
@@ -341,19 +322,23 @@ class ParameterAverage:
             self._accumulators.write(terms, mine.locals)
             return
         other = mine.of(model, self._options)
-        names: dict[int, str] = {}
-        for name, tensor in other.averaged.items():
-            if names.setdefault(id(tensor), name) != name:
-                raise ValueError(
-                    f"model: expected two tensors {names[id(tensor)]} and {name}, as in the "
-                    "averaged model, got one tensor with both names"
-                )
-        self._accumulators.write(terms, other.locals)
         rest = dict(mine.parameters)
         if self._options["buffers"] != "skip":
             rest |= mine.buffers
+        into = {**other.averaged, **other.parameters, **other.buffers}
+        into = {name: into[name] for name in (*mine.averaged, *rest)}
+        for pair in mine.tied_otherwise(other):
+            if len(pair) > 1 and all(mine.aliases.get(name) in into for name in pair):
+                raise ValueError(
+                    f"model: expected {' and '.join(sorted(pair))} to share memory only as in the "
+                    "averaged model, got tensors that share it otherwise"
+                )
+        self._accumulators.write(terms, other.locals)
         for name, tensor in rest.items():
-            local((other.parameters | other.buffers)[name]).copy_(local(tensor))
+            local(into[name]).copy_(local(tensor))
+        for _, name, tensor in other.apart:
+            if name in into:
+                local(tensor).copy_(local(into[name]))
 
     # Export.
 
@@ -389,7 +374,13 @@ class ParameterAverage:
             id(tensor): sharded_like(averages[name], tensor)
             for name, tensor in tracking.averaged.items()
         }
-        known = {id(t) for t in (tracking.parameters | tracking.buffers).values()}
+        made |= {
+            id(twin): made[id(tracking.averaged[name])]
+            for name, twin in tracking.twins
+            if name in tracking.averaged
+        }
+        rest = (tracking.parameters | tracking.buffers).values()
+        known = {id(tensor) for tensor in (*rest, *(twin for _, twin in tracking.twins))}
         state = tracking.state_dict()
         for key, value in state.items():
             if isinstance(value, Tensor):
@@ -439,22 +430,9 @@ class ParameterAverage:
         If the model is sharded, every process must call this, and rank 0 writes.
         """
         sharded = any(map(is_sharded, self._tracking.averaged.values()))
-        tensors: dict[str, Tensor] = {}
-        stored = set()
-        for key, value in self.full_state_dict(dtype, window).items():
-            if not isinstance(value, Tensor):
-                raise TypeError(
-                    f"save_averaged: {key}: expected a tensor, as safetensors holds nothing else, "
-                    f"got {type(value).__name__}; save averaged_state_dict() with torch.save"
-                )
-            # each key of a tied tensor gets its own copy in the file
-            again = value.untyped_storage().data_ptr() in stored
-            stored.add(value.untyped_storage().data_ptr())
-            value = value.contiguous()
-            tensors[key] = value.clone() if again else value
+        tensors = self.full_state_dict(dtype, window)
         if not sharded or torch.distributed.get_rank() == 0:
-            with whole_file(path) as file:
-                save_file(tensors, file.name, metadata={"format": "pt"})
+            write_safetensors(path, tensors)
 
     # State.
 
@@ -468,7 +446,8 @@ class ParameterAverage:
         """
         self._require_training_weights("state_dict")
         self._look_again()
-        return self._accumulators.state_dict(self._tracking.averaged) | {"calls": self._calls}
+        state = self._accumulators.state_dict(self._tracking.averaged)
+        return state | {"calls": self._accumulators.calls}
 
     @outside_autograd
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -480,8 +459,8 @@ class ParameterAverage:
         """
         self._require_training_weights("load_state_dict")
         self._look_again()
-        self._accumulators.load(state, self._tracking)
-        self._calls = state.get("calls", 0) % self._every
+        resume = self._accumulators.loaded(state, self._tracking, self._every)
+        resume()
 
     @outside_autograd
     def to(self, device: torch.device | str | int) -> ParameterAverage:
@@ -494,21 +473,25 @@ class ParameterAverage:
         tensors = len(self._tracking.averaged)
         return f"<ParameterAverage({self._rule}): {self.count} updates of {tensors} tensors>"
 
-    def _look_again(self) -> bool:
-        """Find replaced parameters; True if there are any."""
-        changed = self._tracking.refresh()
-        if changed:
-            self._accumulators.bind(self._tracking.locals)
-        return changed
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles."""
+        self._require_training_weights("copy")  # a copy could not tell whose they are
+        return self.__dict__
+
+    def _look_again(self) -> None:
+        """Find replaced parameters."""
+        self._tracking.refresh(self._accumulators.bind)
 
     def _require_an_update(self, call: str) -> None:
         self._accumulators.require_whole()
         if not self.count:
-            waits = f" ({self._calls} of {self._every} calls)" if self._every > 1 else ""
+            waits = (
+                f" ({self._accumulators.calls} of {self._every} calls)" if self._every > 1 else ""
+            )
             raise nothing_yet(call, f"{waits}; call update() after the optimizer's step")
 
     def _require_training_weights(self, call: str) -> None:
-        if self._aside.holds:
+        if self._aside is not None:
             raise RuntimeError(
                 f"{call}: expected a model with its own weights, got one whose weights are "
                 "put aside; leave average_parameters() or call restore() first"

@@ -5,10 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from itertools import chain
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Module
@@ -19,6 +22,7 @@ __all__ = [
     "Choice",
     "Source",
     "Tracking",
+    "check_names",
     "is_sharded",
     "local",
     "outside_autograd",
@@ -31,6 +35,8 @@ Choice = str | Sequence[str] | Callable[[str], bool] | None
 Source = Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 Call = TypeVar("Call", bound=Callable[..., Any])
+Form = tuple[torch.Size, torch.Size, str]
+Relation = frozenset[tuple[str, float, tuple[int, ...]]]
 
 _PLACE = (Tensor.data_ptr, Tensor.stride, attrgetter("nbytes"))  # where a tensor's elements are
 
@@ -127,7 +133,9 @@ class Tracking:
     """The tensors of a model by name: `averaged`, other `parameters` and other `buffers`.
 
     A tensor with several names is listed under the first; `aliases` maps every name to that one.
-    Expanded tensors, which cannot be written to, appear only in `aliases`.
+    Tensors that are the same view of the same memory count as one; `twins` has the others of them.
+    Those that share memory in another way are in `overlaps`. Expanded and sparse tensors, which
+    cannot be written to, appear only in `aliases`.
     """
 
     def __init__(
@@ -158,8 +166,10 @@ class Tracking:
         self._include = _Patterns("include", include)
         self._exclude = _Patterns("exclude", exclude)
         self._fsdp: list[Any] = []
+        self.apart: list[tuple[str, str, Tensor]] = []  # see `of`
         self._adopt(self._look())
-        self.shapes = {name: _shapes(tensor) for name, tensor in self.averaged.items()}
+        self.settle()
+        self.forms = {name: _form(tensor) for name, tensor in self.averaged.items()}
         if not self.averaged:
             raise ValueError(
                 "expected at least one floating point tensor to average, got none; "
@@ -182,44 +192,61 @@ class Tracking:
     def _look(self) -> _Seen:
         """The tensors the model has now."""
         self.reshard()
-        first: dict[int, str] = {}
+        first: dict[Any, str] = {}
+        objects: dict[int, Tensor] = {}
         found: dict[str, tuple[Tensor, bool]] = {}
-        seen = _Seen({}, {}, {}, {})
+        seen = _Seen({}, {}, {}, {}, [], set())
         for name, tensor, is_buffer in self._tensors():
             if is_lazy(tensor):
                 raise ValueError(
                     f"{name}: expected a tensor with a shape, got an uninitialised one; "
                     "run a batch through the model first"
                 )
-            seen.aliases[name] = first.setdefault(id(tensor), name)
-            found.setdefault(seen.aliases[name], (tensor, is_buffer))
+            known = seen.aliases[name] = first.setdefault(_identity(tensor), name)
+            if known != name and id(tensor) not in objects:
+                seen.twins.append((known, tensor))
+            objects[id(tensor)] = tensor
+            kept, was_buffer = found.get(known, (tensor, True))
+            found[known] = kept, was_buffer and is_buffer
         names = list(seen.aliases)
         chosen = self._include.among(names) if self._include.choice is not None else set(names)
         chosen -= self._exclude.among(names)
         chosen = {seen.aliases[name] for name in chosen}
         for name, (tensor, is_buffer) in found.items():
             numbers = tensor.is_floating_point() or tensor.is_complex()
-            expanded = any(
-                size > 1 and step == 0
-                for size, step in zip(tensor.shape, tensor.stride(), strict=True)
-            )
+            writable = local(tensor).layout is torch.strided and not _is_expanded(tensor)
             if name in chosen and numbers and (self._average_buffers or not is_buffer):
-                if expanded:
+                _check_values(name, tensor)
+                if not writable:
                     raise ValueError(
                         f"{name}: expected a tensor with its own memory for each element, got an "
                         "expanded one; exclude it, or call contiguous() on it"
                     )
                 seen.averaged[name] = tensor
-            elif not expanded:  # expanded tensors are never written to
+            elif writable:
                 (seen.buffers if is_buffer else seen.parameters)[name] = tensor
+        for pair in _overlaps({name: tensor for name, (tensor, _) in found.items()}):
+            kinds = [
+                f"{found[name][0].dtype}, averaged" if name in seen.averaged else "not averaged"
+                for name in pair
+            ]
+            if kinds[0] != kinds[1]:
+                raise ValueError(
+                    f"{pair[0]} and {pair[1]} share memory: expected that both are averaged, with "
+                    f"one dtype, or neither, got the first {kinds[0]}, the second {kinds[1]}; "
+                    "clone() one of them, or choose both"
+                )
+            seen.overlaps.add(_relation({name: found[name][0] for name in pair}))
         return seen
 
     def _adopt(self, seen: _Seen) -> None:
-        self.averaged, self.parameters, self.buffers, self.aliases = seen
+        self._ids: list[int] | None = None  # not current until `settle`
+        self.averaged, self.parameters, self.buffers, self.aliases, self.twins, self.overlaps = seen
         self.locals = {name: local(tensor) for name, tensor in self.averaged.items()}
-        self._sharded = [tensor for tensor in self.averaged.values() if is_sharded(tensor)]
+        watched = [*self.averaged.values(), *(t for name, t in self.twins if name in self.averaged)]
+        self._sharded = [tensor for tensor in watched if is_sharded(tensor)]
         self._shards = [local(tensor) for tensor in self._sharded]
-        self._tensors_seen = list(self.locals.values())
+        self._tensors_seen = [local(tensor) for tensor in watched]
         self._places = [list(map(part, self._tensors_seen)) for part in _PLACE]
         self._slots: list[dict[str, Any]] = []
         self._fsdp = []
@@ -231,7 +258,14 @@ class Tracking:
                     self._fsdp.append(module)
         # kept alive, so that ids stay unique
         self._members = list(chain.from_iterable(map(dict.values, self._slots)))
+
+    def settle(self) -> None:
+        """Take what was found for current, from now on: all that follows from it is done."""
         self._ids = list(map(id, self._members))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The tensors of a copy are at other places, which are to be looked at."""
+        return self.__dict__ | {"_ids": None}
 
     def is_current(self) -> bool:
         """Whether the model still has the same tensors at the same places in memory.
@@ -241,26 +275,37 @@ class Tracking:
         """
         self.reshard()
         return (
-            all(list(map(part, self._tensors_seen)) == was for part, was in self._placed())
-            and list(map(id, chain.from_iterable(map(dict.values, self._slots)))) == self._ids
+            list(map(id, chain.from_iterable(map(dict.values, self._slots)))) == self._ids
+            and all(list(map(part, self._tensors_seen)) == was for part, was in self._placed())
             and all(map(_same_shard, self._sharded, self._shards))
         )
 
     def _placed(self) -> Iterator[tuple[Callable[[Tensor], Any], list[Any]]]:
         return zip(_PLACE, self._places, strict=True)
 
-    def refresh(self) -> bool:
-        """Look again if the model changed; True if it did.
+    def refresh(self, then: Callable[[Mapping[str, Tensor]], None] | None = None) -> None:
+        """Look again if the model changed, and call `then` with the tensors to average.
 
         Raises:
-            ValueError: If names or shapes differ; nothing changes.
+            ValueError: If names, shapes or ties differ; nothing changes.
         """
         if self.is_current():
-            return False
+            return
         seen = self._look()
-        check_names("model", self.shapes, seen.averaged)
+        for name, first in seen.aliases.items():
+            was = self.aliases.get(name, first)
+            if was != first and was in self.forms:
+                expected = "memory of its own" if was == name else f"the memory of {was}"
+                got = "its own" if first == name else f"that of {first}"
+                raise ValueError(
+                    f"model: {name}: expected {expected}, as at first, got {got}; an average goes "
+                    "on only while the same tensors are tied"
+                )
+        check_names("model", self.forms, seen.averaged)
         self._adopt(seen)
-        return True
+        if then is not None:
+            then(self.locals)
+        self.settle()
 
     def state_dict(self) -> dict[str, Any]:
         """The model's state dict, with its own tensors."""
@@ -269,35 +314,49 @@ class Tracking:
         state: dict[str, Any] = self.module.state_dict(keep_vars=True)
         return state
 
-    def slots(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """The dicts in which modules hold parameters and buffers, each with a copy."""
-        of_tensors = [slots for i, slots in enumerate(self._slots) if i % 3 < 2]
-        return [(slots, dict(slots)) for slots in of_tensors]
+    def slots(self) -> list[dict[str, Any]]:
+        """The dicts in which modules hold parameters and buffers."""
+        return [slots for i, slots in enumerate(self._slots) if i % 3 < 2]
 
     def of(self, model: Source, options: Mapping[str, Any]) -> Tracking:
         """Another model's tensors under the names of this one.
 
-        If this one was made from names and tensors, only those names count.
+        If this one was made from names and tensors, only those names count. What is one tensor here
+        and several there is in `apart`.
 
         Raises:
             ValueError: If names or shapes differ.
         """
         other = Tracking(model, **options)
+        its = other.averaged | other.parameters | other.buffers
+        its = {alias: its[name] for alias, name in other.aliases.items() if name in its}
+        if self.module is not None:
+            _check_unexpected("model", self.aliases, its)
+        found: dict[str, Tensor] = {}
+        for alias, name in self.aliases.items():
+            if alias in its and found.setdefault(name, its[alias]) is not its[alias]:
+                other.apart.append((alias, name, its[alias]))
         for attribute in ("averaged", "parameters", "buffers"):
-            mine, its = getattr(self, attribute), getattr(other, attribute)
-            found: dict[str, Tensor] = {}
-            for alias, name in other.aliases.items():
-                if name in its and (self.module is not None or alias in self.aliases):
-                    tied = self.aliases.get(alias, alias)
-                    if found.setdefault(tied, its[name]) is not its[name]:
-                        raise ValueError(
-                            f"model: {alias}: expected the same tensor as {tied}, as in the "
-                            "averaged model, got another one"
-                        )
-            check_names("model", {name: _shapes(tensor) for name, tensor in mine.items()}, found)
-            setattr(other, attribute, found)
+            forms = {name: _form(tensor) for name, tensor in getattr(self, attribute).items()}
+            same = {name: found[name] for name in forms if name in found}
+            check_names("model", forms, same)
+            for alias, name, tensor in other.apart:
+                if name in forms:
+                    check_names("model", {alias: forms[name]}, {alias: tensor})
+            setattr(other, attribute, same)
         other.locals = {name: local(tensor) for name, tensor in other.averaged.items()}
         return other
+
+    def tied_otherwise(self, other: Tracking) -> Iterator[set[str]]:
+        """The names that share memory in another model, of those in `of`, and not so in this."""
+        names: dict[int, str] = {}
+        found = (other.averaged | other.parameters | other.buffers).items()
+        for name, tensor in (*found, *((name, tensor) for _, name, tensor in other.apart)):
+            yield {names.setdefault(id(tensor), name), name}
+        for relation in other.overlaps:
+            same = ((self.aliases.get(name), start, steps) for name, start, steps in relation)
+            if frozenset(same) not in self.overlaps:
+                yield {name for name, _, _ in relation}
 
     def reshard(self) -> None:
         """Let FSDP drop the weights that a forward pass gathered, and go back to the shards."""
@@ -310,32 +369,128 @@ class _Seen(NamedTuple):
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
     aliases: dict[str, str]
+    twins: list[tuple[str, Tensor]]
+    overlaps: set[Relation]
 
 
-def _shapes(tensor: Tensor) -> tuple[torch.Size, torch.Size]:
-    """The shape of a tensor, and that of this process's shard."""
-    return tensor.shape, local(tensor).shape
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether the elements of a tensor, or of its shard, are somewhere."""
+    here = local(tensor)
+    return here.layout is torch.strided and here.numel() > 0 and _address(here) > 0
 
 
-def check_names(
-    what: str, expected: Mapping[str, tuple[torch.Size, torch.Size]], got: Mapping[str, Tensor]
-) -> None:
+def _address(tensor: Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # of a subclass that holds several tensors
+        return 0
+
+
+def _identity(tensor: Tensor) -> Any:
+    """What two tensors have in common if they are one: the same view of the same memory."""
+    if not _has_memory(tensor):
+        return id(tensor)
+    here = local(tensor)
+    steps = tuple(step for n, step in zip(here.shape, here.stride(), strict=True) if n > 1)
+    flags = here.is_conj(), here.is_neg()
+    return here.device, _address(here), tensor.shape, here.shape, steps, here.dtype, flags
+
+
+def _overlaps(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
+    """The pairs of tensors that have elements in common."""
+    spans = []
+    for name, tensor in tensors.items():
+        if _has_memory(tensor):
+            here = local(tensor)
+            start, size = _address(here), here.itemsize
+            steps = [step * size for step in here.stride()]
+            reach = sum((n - 1) * step for n, step in zip(here.shape, steps, strict=True))
+            interface = {
+                "version": 3,
+                "shape": tuple(here.shape),
+                "strides": tuple(steps),
+                "typestr": f"|V{size}",
+                "data": (start, True),
+            }
+            # NumPy compares addresses, and reads nothing
+            array = np.asarray(SimpleNamespace(__array_interface__=interface))
+            spans.append((str(here.device), start, start + reach + size, name, array))
+    open_: list[tuple[str, int, int, str, Any]] = []
+    for span in sorted(spans, key=lambda span: span[:2]):
+        open_ = [one for one in open_ if one[0] == span[0] and one[2] > span[1]]
+        for one in open_:
+            if np.shares_memory(one[4], span[4]):
+                yield one[3], span[3]
+        open_.append(span)
+
+
+def _relation(pair: Mapping[str, Tensor]) -> Relation:
+    """How two tensors share memory: where each begins, and its steps, in elements."""
+    places = {name: local(tensor) for name, tensor in pair.items()}
+    start = min(map(_address, places.values()))
+    return frozenset(
+        (name, (_address(here) - start) / here.itemsize, here.stride())
+        for name, here in places.items()
+    )
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    return any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _form(tensor: Tensor) -> Form:
+    """The shape of a tensor and that of this process's shard, and the kind of its numbers."""
+    kind = "complex" if tensor.is_complex() else "real" if tensor.is_floating_point() else "whole"
+    return tensor.shape, local(tensor).shape, kind
+
+
+def check_names(what: str, expected: Mapping[str, Form], got: Mapping[str, Tensor]) -> None:
     """Raise a ValueError that names the missing, unexpected or misshapen tensors."""
     if missing := [name for name in expected if name not in got]:
         raise ValueError(f"{what}: expected {_listed(missing)}, got none of that name")
-    if unexpected := [name for name in got if name not in expected]:
-        raise ValueError(
-            f"{what}: expected only the original names, got {_listed(unexpected)} as well"
-        )
-    for name, shapes in expected.items():
+    _check_unexpected(what, expected, got)
+    for name, form in expected.items():
         if not isinstance(got[name], Tensor):
             raise ValueError(f"{what}: {name}: expected a tensor, got {type(got[name]).__name__}")
-        for shape, its in zip(shapes, _shapes(got[name]), strict=True):
+        *shapes, kind = _form(got[name])
+        for shape, its in zip(form, shapes, strict=False):
             if shape != its:
                 raise ValueError(
                     f"{what}: {name}: expected shape {tuple(shape)}, got {tuple(its)}; "
                     "averaged tensors must keep their shapes"
                 )
+        _check_values(f"{what}: {name}", got[name])
+        if kind != form[2]:
+            raise ValueError(f"{what}: {name}: expected {form[2]} numbers, got {kind} ones")
+
+
+def _check_unexpected(what: str, expected: Iterable[str], got: Iterable[str]) -> None:
+    if unexpected := [name for name in got if name not in expected]:
+        raise ValueError(
+            f"{what}: expected only the original names, got {_listed(unexpected)} as well"
+        )
+
+
+def _check_values(what: str, tensor: Tensor) -> None:
+    """Raise a ValueError unless the values of a tensor can be read and written."""
+    here = local(tensor)
+    if here.is_meta:
+        raise ValueError(f"{what}: expected a tensor with values, got one on the meta device")
+    if here.layout is not torch.strided:
+        raise ValueError(f"{what}: expected a dense tensor, got one of layout {here.layout}")
+    if (here.is_floating_point() or here.is_complex()) and not _converts(here.dtype):
+        raise ValueError(f"{what}: expected numbers that torch can add, got {here.dtype}")
+
+
+@lru_cache
+def _converts(dtype: torch.dtype) -> bool:
+    """Whether torch can convert numbers of a dtype, which it cannot for 4-bit floats."""
+    wide = torch.complex64 if dtype.is_complex else torch.float32
+    try:
+        torch.zeros(1, dtype=wide, device="cpu").to(dtype).to(wide)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _listed(names: list[str]) -> str:
