@@ -1,8 +1,6 @@
 """Averages of the tail of a stream: its last k samples, or its last fraction."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING
-
+TYPE_CHECKING = False  # as in typing, which takes time to import
 if TYPE_CHECKING:
     from tailavg.core.profile import Profile
     from tailavg.core.rules import AnyTail, AnytimeWindow, ExactWindow, Exponential, RawTail
@@ -22,14 +20,17 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-_MODULES = ("numpy", "core.rules", "core.windows", "core.profile")
-
 
 def __getattr__(name: str) -> object:
-    # imported when asked for: the command line handles signals before it imports NumPy
-    if name in __all__ or name in ("core", "numpy"):
-        for module in map(import_module, [f"tailavg.{module}" for module in _MODULES]):
-            globals().update({each: vars(module)[each] for each in __all__ if each in vars(module)})
+    # imported when asked for: the command line must handle signals before it imports NumPy
+    from importlib import import_module
+
+    if name in ("core", "numpy"):
+        return import_module(f"tailavg.{name}")
+    if name in __all__:
+        for module in ("numpy", "core.rules", "core.windows", "core.profile"):
+            found = vars(import_module(f"tailavg.{module}"))
+            globals().update({each: found[each] for each in __all__ if each in found})
         return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -110,5 +110,5 @@ def parse_rule(window: Window, method: Method, accumulators: int | None) -> Wind
         return (
             AnytimeWindow(window) if accumulators is None else AnytimeWindow(window, accumulators)
         )
-    except ValueError as error:
+    except (ValueError, TypeError, OverflowError) as error:
         raise typer.BadParameter(str(error)) from error

@@ -7,7 +7,6 @@ import signal
 import sys
 from enum import Enum
 from time import monotonic
-from typing import Any
 
 __all__ = ["Act", "Stopped", "act", "arrived", "begin", "end"]
 
@@ -67,7 +66,7 @@ def arrived() -> int | None:
     return _arrived
 
 
-def _handle(number: int, _: Any) -> None:
+def _handle(number: int, _: object) -> None:
     global _arrived, _last
     now = monotonic()
     if now - _last < AGAIN:
