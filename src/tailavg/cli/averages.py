@@ -52,14 +52,14 @@ class Averages:
     def step(self, key: str, row: list[float], every: int) -> list[float]:
         """Take a row, and return the averages after it; none unless it is an `every`-th."""
         held = self._held.get(key)
-        if held is None:
-            self._held[key] = held = array("d") if self._most else self._fresh()
-        if isinstance(held, array):
+        if not isinstance(held, list):
+            if held is None:
+                held = self._held[key] = array("d")
             if len(held) < self._most:
                 held.extend(row)
                 count = len(held) // self._columns
                 return [] if count % every else self._read(held, count)
-            self._held[key] = held = self._replayed(held)
+            held = self._held[key] = self._replayed(held)
         if len(self.rules) > 1:
             row = [x for x in row for _ in self.rules]
         for average, x in zip(held, row, strict=True):
@@ -70,7 +70,7 @@ class Averages:
         """Take rows, and return the averages after each; and how many rows came before."""
         held = self._held.get(key)
         if not isinstance(held, list):
-            self._held[key] = held = self._fresh() if held is None else self._replayed(held)
+            held = self._held[key] = self._replayed(held or array("d"))
         before, several = held[0].count, len(self._places)
         out = np.empty((len(rows), self._columns * several))
         for i, average in enumerate(held):
@@ -82,12 +82,9 @@ class Averages:
             out[:, [column * several + j for j in reads]] = found.T
         return out, before
 
-    def _fresh(self) -> list[TailAverage]:
-        return [TailAverage(rule) for _ in range(self._columns) for rule in self.rules]
-
     def _replayed(self, samples: array[float]) -> list[TailAverage]:
         """The averages of samples that were kept."""
-        held = self._fresh()
+        held = [TailAverage(rule) for _ in range(self._columns) for rule in self.rules]
         for i, average in enumerate(held):
             for x in samples[i // len(self.rules) :: self._columns]:
                 average.update(x)

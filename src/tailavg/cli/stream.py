@@ -92,8 +92,9 @@ def stream(
     accumulators: Annotated[
         int | None,
         typer.Option(
+            max=10**6,
             help="How many accumulators the anytime method keeps: by default 3; "
-            "with --windows, 12 for all fractions together, and at least 6."
+            "with --windows, 12 for all fractions together, and at least 6.",
         ),
     ] = None,
     at_most: Annotated[
@@ -141,7 +142,7 @@ def stream(
     if windows is not None:
         source.suffixes = [f"_{window_name(one)}" for one in chosen]
     if file == "-":
-        _check_open(0)  # if it is closed, the next open file would take its number
+        _check_input()
     session = Session(reads, source, output, every, skip_bad)
     with ExitStack() as stack:
         if state is not None:
@@ -157,9 +158,9 @@ def stream(
     _finish(session, failure, state)
 
 
-def _check_open(number: int) -> None:
+def _check_input() -> None:
     try:
-        os.fstat(number)
+        os.fstat(0)  # if it is closed, the next open file would take its number
     except OSError as error:
         fail(f"standard input: {error.strerror}")
 
@@ -171,15 +172,13 @@ def _take(state: Path, stack: ExitStack) -> None:
         check_writable(state)
         stack.enter_context(locked(state))
     except InUseError:
-        fail(
-            f"{state}: expected a state of our own, got one that another process uses; wait for it"
-        )
+        fail(f"{state}: in use by another process; wait until it ends, or use another file")
     except OSError as error:
         fail(f"{state}: no state can be saved there: {error.strerror}")
 
 
 def _answer(session: Session, blocks: Blocks) -> str | None:
-    """Answer until the input ends; what ended it before, and "" if the reader has gone."""
+    """Answer until the input ends; return what else ended it, "" if the reader has gone."""
     try:
         with np.errstate(all="ignore"):
             signals.act(WAITING)
@@ -369,8 +368,8 @@ class Session:
             averages, shown = self._scan(np.array([row.numbers for row in rows]))
             return encode("".join(map(self._line, rows[shown], averages.tolist())))
         step, every = self.averages.step, self.every
-        steps = [(row, step(row.key, row.numbers, every)) for row in rows]
-        return encode("".join([self._line(row, now) for row, now in steps if now]))
+        lines = [self._line(row, now) for row in rows if (now := step(row.key, row.numbers, every))]
+        return encode("".join(lines))
 
     def _answer_numbers(self, numbers: Array, keys: bytes | None, block: bytes) -> bytes:
         """The output for rows of numbers; their keys are lines, if there are any."""
