@@ -3,6 +3,7 @@
 import random
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -32,7 +33,8 @@ def handled(process):
 def test_signals_at_any_instant(run_folder, name, times):
     """While it starts, works or ends: the exit code tells which, and nothing is left behind."""
     before = {path.name for path in run_folder.iterdir()}
-    command = [*TAILAVG, *COMMANDS[name]]
+    script = [sys.executable, "-c", "from tailavg.__main__ import main; main()"]  # as installed
+    command = [*(script if name == "profile" else TAILAVG), *COMMANDS[name]]
     start = time.monotonic()
     subprocess.run(command, cwd=run_folder, capture_output=True, check=True)
     took = time.monotonic() - start
@@ -56,3 +58,28 @@ def test_signals_at_any_instant(run_folder, name, times):
         if "out" in made:
             assert not [path for path in (run_folder / "out").iterdir() if path.name[0] == "."]
     assert ended - {0}
+
+
+def python(program):
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+
+
+def test_signals_are_handled_before_anything_large_is_imported():
+    program = "import sys, tailavg.__main__; print({'numpy', 'typer', 'typing'} & {*sys.modules})"
+    assert python(program).stdout == "set()\n"
+
+
+def test_a_signal_in_a_finaliser():
+    """Python cannot raise there: it is done a moment later."""
+    process = python(
+        "import signal, time\n"
+        "from tailavg.core import signals\n"
+        "class Last:\n"
+        "    def __del__(self):\n"
+        "        signal.raise_signal(signal.SIGTERM)\n"
+        "signals.begin()\n"
+        "signals.act(signals.Act.stop)\n"
+        "Last()\n"
+        "time.sleep(60)\n"
+    )
+    assert (process.returncode, process.stderr) == (143, "")
