@@ -1,6 +1,20 @@
 """`python -m tailavg` is `tailavg`."""
 
-from tailavg.cli import app
+import sys
+
+from tailavg.core import signals
+
+
+def main() -> None:
+    """Run the command line. Signals are handled before anything is imported that takes time."""
+    signals.begin()
+    try:
+        from tailavg.cli import run
+    except ImportError as error:
+        notes = "\n".join(getattr(error, "__notes__", []))
+        sys.exit(f"tailavg: {error}\n{notes}".rstrip())
+    sys.exit(run())
+
 
 if __name__ == "__main__":
-    app()
+    main()

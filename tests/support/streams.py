@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -41,6 +42,46 @@ def failed(*arguments, text="", code=1):
     process = run(*arguments, text=text)
     assert process.returncode == code, process.stderr
     return process.stdout, " ".join(process.stderr.replace("│", " ").split())
+
+
+class Live:
+    """A process that is given a line at a time."""
+
+    def __init__(self, *arguments, **options):
+        self.process = subprocess.Popen(
+            [*COMMAND, *map(str, arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=ENVIRONMENT,
+            **options,
+        )
+        self.limit = threading.Timer(120, self.process.kill)  # a missing answer fails, not hangs
+        self.limit.start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.limit.cancel()
+        self.process.kill()
+        self.process.communicate()
+
+    def send(self, text):
+        self.process.stdin.write(text)
+        self.process.stdin.flush()
+
+    def ask(self, line):
+        """What is answered to a line, while the input stays open."""
+        self.send(f"{line}\n")
+        return self.process.stdout.readline()
+
+    def stop(self, number):
+        """The exit code, the rest of the output and the messages after a signal."""
+        self.process.send_signal(number)
+        code = self.process.wait(timeout=60)
+        return code, self.process.stdout.read(), self.process.stderr.read()
 
 
 def lines(texts):

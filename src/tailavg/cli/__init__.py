@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Callable
 from typing import Annotated
 
+from tailavg.core import signals
 from tailavg.core.extras import needs
 
 with needs("cli"):
     import typer
 
     from tailavg.cli.checkpoints import checkpoints
+    from tailavg.cli.common import FAILED, say
     from tailavg.cli.profile import profile
     from tailavg.cli.reproduce import reproduce
     from tailavg.cli.stream import stream
 
-__all__ = ["app"]
+__all__ = ["app", "run"]
 
 app = typer.Typer(
     name="tailavg",
@@ -49,3 +54,50 @@ app.command()(profile)
 app.command()(checkpoints)
 app.command()(stream)
 app.command()(reproduce)
+
+
+def run() -> int:
+    """Run the command that the command line names, and return its exit code."""
+    code = _outcome(_command)
+    code = _outcome(_flush) or code
+    signals.end()
+    return code
+
+
+def _outcome(do: Callable[[], None]) -> int:
+    """The exit code; what went wrong is told in a line."""
+    try:
+        do()
+    except SystemExit as done:
+        return done.code if isinstance(done.code, int) else FAILED
+    except BrokenPipeError:  # the reader has gone, as in `| head`
+        return 0
+    except OSError as error:
+        say(f"{error.filename or 'standard output'}: {error.strerror or error}")
+    except MemoryError:
+        say("expected enough memory for this, got too little")
+    except Exception as error:
+        if sys.flags.dev_mode:
+            raise
+        say(f"{error!r}, which is a fault of tailavg; `python -X dev -m tailavg` shows where")
+    else:
+        return 0
+    return FAILED
+
+
+def _command() -> None:
+    signals.act(signals.Act.stop)
+    os.fstat(1)  # if it is closed, the next open file would take its number
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # it may lack a character
+    app()
+
+
+def _flush() -> None:
+    for number, file in enumerate((sys.stdout, sys.stderr), start=1):
+        try:
+            if file is not None:
+                file.flush()
+        except BaseException:  # what is left goes nowhere, or Python would try again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+            raise

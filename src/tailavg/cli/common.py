@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from enum import StrEnum
 from typing import NoReturn
 
@@ -10,7 +11,16 @@ import typer
 from tailavg.core.rules import AnytimeWindow, ExactWindow, Exponential, WindowRule
 from tailavg.core.windows import Growing, Window, as_window
 
-__all__ = ["Method", "fail", "parse_rule", "parse_window", "parse_windows", "window_name"]
+__all__ = [
+    "FAILED",
+    "Method",
+    "fail",
+    "parse_rule",
+    "parse_window",
+    "parse_windows",
+    "say",
+    "window_name",
+]
 
 FAILED = 1
 """The exit code for bad data or an unusable file; for a wrong command line it is 2."""
@@ -24,9 +34,15 @@ class Method(StrEnum):
     exact = "exact"
 
 
+def say(message: str) -> None:
+    """Write a message to stderr, if that is possible."""
+    with suppress(OSError):
+        typer.echo(f"tailavg: {message}", err=True)
+
+
 def fail(message: str) -> NoReturn:
     """End the command with a message on stderr and exit code 1."""
-    typer.echo(f"tailavg: {message}", err=True)
+    say(message)
     raise typer.Exit(FAILED)
 
 
@@ -44,7 +60,7 @@ def parse_window(text: str, at_most: int | None = None) -> Window:
         if not isinstance(window, Growing):
             raise ValueError("--at-most needs a fraction as --window")
         return Growing(window.c, at_most)
-    except ValueError as error:
+    except (ValueError, TypeError, OverflowError) as error:
         raise typer.BadParameter(str(error)) from error
 
 
@@ -94,5 +110,5 @@ def parse_rule(window: Window, method: Method, accumulators: int | None) -> Wind
         return (
             AnytimeWindow(window) if accumulators is None else AnytimeWindow(window, accumulators)
         )
-    except ValueError as error:
+    except (ValueError, TypeError, OverflowError) as error:
         raise typer.BadParameter(str(error)) from error

@@ -11,8 +11,11 @@ import csv
 import io
 import json
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -29,6 +32,7 @@ __all__ = [
     "column",
     "csv_line",
     "decode",
+    "encode",
     "format_numbers",
     "parse_numbers",
     "short",
@@ -36,6 +40,9 @@ __all__ = [
 
 DIGITS = 12
 """The significant digits of numbers in the output."""
+
+NEAREST = 10
+"""How many columns are named when one is missing."""
 
 NUMBER = f"%.{DIGITS}g"
 """The format of numbers in the output."""
@@ -46,6 +53,7 @@ _NEWLINE, _TAB, _COMMA, _MINUS, _DOT, _ZERO = b"\n\t,-.0"
 _SLICE = 1 << 17  # bytes handled at once: their arrays fit the cache
 _POWERS = 10.0 ** np.arange(23)  # the powers that a float64 holds exactly
 _LONGEST = 19 if np.finfo(np.longdouble).nmant >= 63 else 15  # the most digits converted exactly
+_HALF = re.compile("[\ud800-\udc7f\udd00-\udfff]")  # the rest stand for invalid bytes
 _FOUR = np.frombuffer(b"".join(b"%04d" % i for i in range(10_000)), np.uint32)  # "0000" … "9999"
 
 
@@ -55,7 +63,7 @@ class Row(NamedTuple):
     line: str
     numbers: list[float]
     key: str
-    fields: dict[str, Any]
+    fields: Any  # of CSV the cells, of JSON the object
 
 
 @dataclass
@@ -83,10 +91,13 @@ class PlainInput:
         """The numbers, one row per line; raise a ValueError if a line is not plain numbers."""
         return parse_numbers(block)[:, None]
 
+    def keys(self, block: bytes) -> bytes | None:
+        """The keys, one per line; None if there are none."""
+        return None
+
     def parse(self, line: str) -> Row:
         """Parse a line; raise a ValueError that says what is wrong with it."""
-        number = _number(line, "a number")
-        return Row(line, [number], "", {"value": _json_number(number)})
+        return Row(line, [_number(line, "a number")], "", [line])
 
     def csv_cells(self, row: Row) -> str:
         """The columns of the input, as CSV."""
@@ -94,14 +105,19 @@ class PlainInput:
 
     def json_object(self, row: Row) -> str:
         """The columns of the input, as JSON: averaged columns as numbers, others as strings."""
-        return json.dumps(row.fields, ensure_ascii=False)
+        assert self.names is not None
+        fields: dict[str, Any] = {}
+        for name, cell in zip(self.names, row.fields, strict=True):
+            fields.setdefault(name, cell)  # of columns of one name, the first
+        fields |= zip(self.columns, map(_json_number, row.numbers), strict=True)
+        return json.dumps(fields, ensure_ascii=False)
 
     def check_names(self) -> None:
         """Fail if a column is missing, or the name of an average is taken."""
         assert self.names is not None
         for name in [*self.columns, *([] if self.by is None else [self.by])]:
             if name not in self.names:
-                fail(f"no column {name!r} in the header; there are: {', '.join(self.names)}")
+                fail(f"no column {short(name)} in the header; {_nearest(name, self.names)}")
         for name in self.averages:
             if name in self.names:
                 fail(f"the input already has a column {name!r}, the name of the average; rename it")
@@ -133,13 +149,31 @@ class CsvInput(PlainInput):
     def numbers(self, block: bytes) -> Array:
         """The numbers, one row per line; raise a ValueError if a line is not plain numbers."""
         assert self.names is not None
-        found = []
-        for name in self.columns:
-            cells = column(block, self.names.index(name), len(self.names))
-            if cells is None:
-                raise ValueError("expected rows with as many cells as the header")
-            found.append(parse_numbers(cells))
-        return np.stack(found, axis=1)
+        cells = [self._column(block, place) for place in self._places]
+        return np.stack([parse_numbers(column) for column in cells], axis=1)
+
+    def keys(self, block: bytes) -> bytes | None:
+        """The keys, one per line; None if there are none. May raise as `numbers` does."""
+        return None if self.by is None else self._column(block, self._key_place)
+
+    def _column(self, block: bytes, place: int) -> bytes:
+        assert self.names is not None
+        cells = column(block, place, len(self.names))
+        if cells is None:
+            raise ValueError("expected rows with as many cells as the header")
+        return cells
+
+    @cached_property
+    def _places(self) -> list[int]:
+        """Where the averaged columns are."""
+        assert self.names is not None
+        return [self.names.index(name) for name in self.columns]
+
+    @cached_property
+    def _key_place(self) -> int:
+        assert self.names is not None
+        assert self.by is not None
+        return self.names.index(self.by)
 
     def parse(self, line: str) -> Row:
         """Parse a line; raise a ValueError that says what is wrong with it."""
@@ -147,12 +181,9 @@ class CsvInput(PlainInput):
         cells = _cells(line)
         if len(cells) != len(self.names):
             raise ValueError(f"expected {len(self.names)} cells, got {len(cells)}")
-        fields: dict[str, Any] = dict(zip(reversed(self.names), reversed(cells), strict=True))
-        fields = {name: fields[name] for name in self.names}
-        numbers = [_number(fields[name], f"a number in column {name!r}") for name in self.columns]
-        key = "" if self.by is None else fields[self.by]
-        fields |= zip(self.columns, map(_json_number, numbers), strict=True)
-        return Row(line, numbers, key, fields)
+        pairs = zip(self._places, self.columns, strict=True)
+        numbers = [_number(cells[place], f"a number in column {name!r}") for place, name in pairs]
+        return Row(line, numbers, "" if self.by is None else cells[self._key_place], cells)
 
 
 class JsonInput(CsvInput):
@@ -215,9 +246,30 @@ def decode(text: bytes) -> str:
     return text.decode(errors="surrogateescape")
 
 
+def encode(text: str) -> bytes:
+    """The bytes that `decode` was given; halves of characters, which JSON may have, as escapes."""
+    try:
+        return text.encode(errors="surrogateescape")
+    except UnicodeEncodeError:
+        whole = _HALF.sub(lambda half: f"\\u{ord(half[0]):x}", text)
+        return whole.encode(errors="surrogateescape")
+
+
 def short(text: str) -> str:
     """Quote a text in a message, shortened if it is long."""
     return repr(text) if len(text) <= 60 else f"{text[:50]!r}… ({len(text)} characters)"
+
+
+def _nearest(name: str, names: list[str]) -> str:
+    """The columns there are; of many, those with the most similar names."""
+    if len(names) <= NEAREST:
+        return f"there are: {', '.join(map(_clipped, names))}"
+    near = get_close_matches(name, names, NEAREST) or names[:NEAREST]
+    return f"of {len(names)}, the nearest are: {', '.join(map(_clipped, near))}"
+
+
+def _clipped(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:50]}…"
 
 
 def _number(text: str, expected: str) -> float:

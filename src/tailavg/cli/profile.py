@@ -17,6 +17,7 @@ import typer
 
 from tailavg.cli.common import fail, parse_window
 from tailavg.core.clock import starts_at
+from tailavg.core.files import whole_file
 from tailavg.core.profile import Profile, newest_first
 from tailavg.core.profile import profile as summarise
 from tailavg.core.rules import AnytimeWindow, ExactWindow, Exponential, RawTail, WindowRule
@@ -279,7 +280,8 @@ def _plot(rules: Mapping[str, WindowRule], t: int, path: Path) -> None:
                 param_hint="--plot",
             ) from None
     try:
-        path.write_bytes(image.getvalue())
+        with whole_file(path) as file:
+            file.write(image.getvalue())
     except OSError as error:
         fail(f"{path}: cannot write the plot: {error.strerror}")
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from secrets import token_hex
+from shutil import rmtree
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -95,8 +97,6 @@ def _point(text: str) -> Any:
 
 def _run(problem: Problem, at: int, quick: bool, output: Path) -> Result:
     """Measure, draw and write to a folder inside `output`; move the files out when whole."""
-    from tempfile import TemporaryDirectory
-
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -105,13 +105,11 @@ def _run(problem: Problem, at: int, quick: bool, output: Path) -> Result:
     steps = [step for step in claims.STEPS[: 5 if quick else None] if step != problem.step]
     console = Console(stderr=True)
     existed = output.exists()
-    output.mkdir(parents=True, exist_ok=True)
+    partial = output / f".partial-{token_hex(4)}"
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     try:
-        with (
-            TemporaryDirectory(prefix=".partial-", dir=output) as partial,
-            Progress(*columns, console=console, disable=not console.is_terminal) as progress,
-        ):
+        partial.mkdir(parents=True)
+        with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
             bars = [
                 progress.add_task(name, total=total)
                 for name, total in (
@@ -126,10 +124,11 @@ def _run(problem: Problem, at: int, quick: bool, output: Path) -> Result:
             found = claims.sweep(problem, steps, tell[1])
             found[problem.step] = claims.judge_all(errors)
             result = report.Result(problem, at, quick, errors, dict(sorted(found.items())))
-            report.write(result, Path(partial), tell[2])
-            for file in sorted(Path(partial).iterdir()):
+            report.write(result, partial, tell[2])
+            for file in sorted(partial.iterdir()):
                 file.replace(output / file.name)
     finally:
+        rmtree(partial, ignore_errors=True)
         if not existed:
             with suppress(OSError):  # kept if it is not empty
                 output.rmdir()

@@ -11,17 +11,19 @@ import os
 import select
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from itertools import chain, compress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO
 
 import numpy as np
 import typer
 
-from tailavg import AnyTail, AnytimeWindow, TailAverage
-from tailavg.cli.common import Method, fail, parse_rule, parse_windows, window_name
+from tailavg.cli.averages import Averages, Reads
+from tailavg.cli.common import Method, fail, parse_rule, parse_windows, say, window_name
 from tailavg.cli.lines import (
     NUMBER,
     Array,
@@ -31,22 +33,23 @@ from tailavg.cli.lines import (
     Row,
     csv_line,
     decode,
+    encode,
     format_numbers,
     short,
 )
-from tailavg.core.files import whole_file
-from tailavg.core.rules import Rule
+from tailavg.core import signals
+from tailavg.core.files import InUseError, check_writable, locked, whole_file
+from tailavg.core.rules import AnyTail, AnytimeWindow
+from tailavg.core.signals import Act, Stopped
 from tailavg.core.state import plain
-from tailavg.core.windows import Growing, Window
+from tailavg.core.windows import NEVER, Growing, Window
 
 __all__ = ["Output", "stream"]
 
 BLOCK = 1 << 20  # the most bytes to read before answering
 MANY = 30  # from this many lines on, arrays are faster
-STATE = {"format": "tailavg stream", "version": 2}
-
-Reads = list[tuple[Rule, Window | None]]
-"""For each average of a column: its rule, and the window to read if the rule has none."""
+FORMAT, VERSION = "tailavg stream", 3  # of a state; version 2 is read, too
+WAITING = Act.insist if os.name == "posix" else Act.stop  # what a signal does to a read or write
 
 
 class Output(StrEnum):
@@ -89,14 +92,17 @@ def stream(
     accumulators: Annotated[
         int | None,
         typer.Option(
+            max=10**6,
             help="How many accumulators the anytime method keeps: by default 3; "
-            "with --windows, 12 for all fractions together, and at least 6."
+            "with --windows, 12 for all fractions together, and at least 6.",
         ),
     ] = None,
     at_most: Annotated[
         int | None, typer.Option(help="The largest window that a fraction grows to.")
     ] = None,
-    every: Annotated[int, typer.Option(min=1, help="Answer only every N-th number.")] = 1,
+    every: Annotated[
+        int, typer.Option(min=1, max=NEVER, help="Answer only every N-th number.")
+    ] = 1,
     output: Annotated[
         Output,
         typer.Option(help="Averages alone, or CSV or JSON lines with the columns of the input."),
@@ -118,7 +124,7 @@ def stream(
     tailavg stream --windows 0.1,0.25,0.5,1.0 --column loss --output csv log.csv
 
     Exit codes: 0 at the end of the input, 1 for bad data or files, 2 for a wrong command line,
-    130 after Ctrl-C and 143 after SIGTERM, both with the state saved.
+    130 after Ctrl-C, 143 after SIGTERM and 129 after SIGHUP, all with the state saved.
     """
     chosen = parse_windows(window, windows, at_most)
     if windows is None:
@@ -135,27 +141,71 @@ def stream(
     source = kind(list(dict.fromkeys(column or fields or ["value"])), by)
     if windows is not None:
         source.suffixes = [f"_{window_name(one)}" for one in chosen]
-    try:
-        os.fstat(1)  # if it is closed, the next open file would take its number
-    except OSError as error:
-        fail(f"standard output: {error.strerror}")
-    blocks = Blocks(file)
+    if file == "-":
+        _check_input()
     session = Session(reads, source, output, every, skip_bad)
-    if state is not None:
-        session.load(state)
+    with ExitStack() as stack:
+        if state is not None:
+            _take(state, stack)
+        signals.act(Act.stop)
+        blocks = Blocks(file)
+        if state is not None:
+            session.load(state)
+        failure = _answer(session, blocks)
+        if state is not None:
+            _save(session, state)
+        signals.act(Act.note)
+    _finish(session, failure, state)
+
+
+def _check_input() -> None:
+    try:
+        os.fstat(0)  # if it is closed, the next open file would take its number
+    except OSError as error:
+        fail(f"standard input: {error.strerror}")
+
+
+def _take(state: Path, stack: ExitStack) -> None:
+    """Keep other processes away from a state, or fail if it could not be saved."""
+    signals.act(Act.note)
+    try:
+        check_writable(state)
+        stack.enter_context(locked(state))
+    except InUseError:
+        fail(f"{state}: in use by another process; wait until it ends, or use another file")
+    except OSError as error:
+        fail(f"{state}: no state can be saved there: {error.strerror}")
+
+
+def _answer(session: Session, blocks: Blocks) -> str | None:
+    """Answer until the input ends; return what else ended it, "" if the reader has gone."""
     try:
         with np.errstate(all="ignore"):
+            signals.act(WAITING)
             for block in blocks:
-                _write(session.answer(block))
+                signals.act(Act.note)
+                text = session.answer(block)
+                signals.act(WAITING)
+                _write(text)
                 if session.error:
                     break
-    except BrokenPipeError:  # the reader has gone, as in `| head`
-        blocks.signal = None
+    except Stopped:
+        pass
+    except BrokenPipeError:  # as in `| head`
+        return ""
     except OSError as error:
-        fail(f"standard output: {error.strerror}")
-    if state is not None:
+        return f"{error.filename or 'standard output'}: {error.strerror}"
+    return None
+
+
+def _save(session: Session, state: Path) -> None:
+    try:
         session.save(state)
-    _finish(session, blocks.signal, state)
+    except Stopped:
+        say(f"stopped again: the state is not saved, and {state} is as it was")
+        raise
+    except OSError as error:
+        fail(f"{state}: cannot save the state, which is as it was: {error.strerror}")
 
 
 def _share(windows: list[Window], method: Method, accumulators: int | None) -> Reads:
@@ -179,17 +229,22 @@ def _share(windows: list[Window], method: Method, accumulators: int | None) -> R
     ]
 
 
-def _finish(session: Session, stopped: int | None, state: Path | None) -> None:
+def _finish(session: Session, failure: str | None, state: Path | None) -> None:
     """Report skipped rows and errors, and exit with the matching code."""
     saved = "" if state is None else f"; the state so far is in {state}"
+    stopped = f"stopped after line {session.lines}{saved}"
+    number = signals.arrived()
     if session.bad:
         rows = "1 row" if session.bad == 1 else f"{session.bad} rows"
-        typer.echo(f"tailavg: skipped {rows}, the first is {session.first_bad}", err=True)
+        say(f"skipped {rows}, the first is {session.first_bad}")
     if session.error:
         fail(f"{session.error}; fix it, or skip such rows with --skip-bad{saved}")
-    if stopped is not None:
-        typer.echo(f"tailavg: stopped after line {session.lines}{saved}", err=True)
-        raise typer.Exit(128 + stopped)
+    if failure:
+        fail(f"{failure}; {stopped}" if state else failure)
+    if number is not None or (failure is not None and state):
+        say(stopped)
+    if number is not None:
+        raise typer.Exit(128 + number)
 
 
 def _write(data: bytes) -> None:
@@ -205,24 +260,19 @@ def _write(data: bytes) -> None:
 class Blocks:
     """The input in blocks of complete lines, until it ends or a signal arrives.
 
-    A block is what has arrived. A signal takes effect between blocks; a second one, immediately.
+    A block is what has arrived. A signal takes effect between blocks.
     """
 
     def __init__(self, file: str) -> None:
         self.name = "standard input" if file == "-" else file
         try:
             self._input = 0 if file == "-" else os.open(file, os.O_RDONLY)
-            os.fstat(self._input)
         except OSError as error:
             fail(f"{self.name}: {error.strerror}")
-        self.signal: int | None = None
         if os.name == "posix":
             self._wake, write_end = os.pipe()
             os.set_blocking(write_end, False)
             signal.set_wakeup_fd(write_end)
-            for number in (signal.SIGINT, signal.SIGTERM):
-                if signal.getsignal(number) is not signal.SIG_IGN:
-                    signal.signal(number, lambda number, _: signal.signal(number, signal.SIG_DFL))
 
     def __iter__(self) -> Iterator[bytes]:
         """The blocks. A last line without a line end gets one, unless a signal cut it short."""
@@ -234,7 +284,7 @@ class Blocks:
                 rest = []
             rest.append(tail)
         last = b"".join(rest)
-        if last and self.signal is None:
+        if last and signals.arrived() is None:
             yield last + b"\n"
 
     def _read(self) -> bytes:
@@ -249,58 +299,21 @@ class Blocks:
                 parts.append(part)
                 size += len(part)
         except OSError as error:
-            fail(f"{self.name}: {error.strerror}")
+            if not parts:  # otherwise it will come again
+                error.filename = self.name
+                raise
         return b"".join(parts)
 
     def _ready(self, timeout: float | None) -> bool:
         """Whether there is something to read before the timeout, and no signal has arrived."""
         if os.name != "posix":  # where select cannot wait for a pipe
             return timeout is None
-        if self.signal is not None:
-            return False
-        ready, _, _ = select.select([self._input, self._wake], [], [], timeout)
-        if self._wake in ready:
-            self.signal = os.read(self._wake, 1)[0]
-        return self.signal is None and bool(ready)
-
-
-class Series:
-    """The averages of one column."""
-
-    def __init__(self, reads: Reads, averages: list[TailAverage] | None = None) -> None:
-        rules = list(dict.fromkeys(rule for rule, _ in reads))
-        if averages is None:
-            averages = [TailAverage(rule) for rule in rules]
-        if [average.rule for average in averages] != rules:
-            raise ValueError(f"expected averages of {rules}, got {averages}")
-        if len({average.count for average in averages}) > 1:
-            raise ValueError(f"expected averages of equally many numbers, got {averages}")
-        self.averages = averages
-        self.reads = [(averages[rules.index(rule)], window) for rule, window in reads]
-
-    @property
-    def count(self) -> int:
-        """The number of samples so far."""
-        return self.averages[0].count
-
-    def update(self, x: float) -> None:
-        """Take one sample."""
-        for average in self.averages:
-            average.update(x)
-
-    def values(self) -> list[float]:
-        """The current averages."""
-        return [average.value(window) for average, window in self.reads]
-
-    def scan(self, xs: Array) -> Array:
-        """Take samples, and return the averages after each, one row per sample."""
-        rows = np.empty((len(xs), len(self.reads)))
-        for average in self.averages:
-            places = [i for i, (its, _) in enumerate(self.reads) if its is average]
-            windows: Any = [self.reads[i][1] for i in places]
-            shared = isinstance(average.rule, AnyTail)
-            rows[:, places] = np.atleast_2d(average.scan(xs, windows if shared else None)).T
-        return rows
+        while signals.arrived() is None:
+            ready, _, _ = select.select([self._input, self._wake], [], [], timeout)
+            if self._wake not in ready:
+                return bool(ready)
+            os.read(self._wake, BLOCK)
+        return False
 
 
 @dataclass
@@ -312,13 +325,16 @@ class Session:
     output: Output
     every: int
     skip_bad: bool
-    series: dict[str, list[Series]] = field(default_factory=dict)  # by key
     lines: int = 0  # read so far
     opened: bool = False  # whether any input has been read
     headed: bool = False  # whether the header was written, now or before a resume
     bad: int = 0  # skipped rows
     first_bad: str = ""
     error: str = ""  # why the session cannot go on
+
+    def __post_init__(self) -> None:
+        source = self.source
+        self.averages = Averages(self.reads, len(source.columns), keep=source.by is not None)
 
     def answer(self, block: bytes) -> bytes:
         """Take a block of lines, and return the output."""
@@ -333,49 +349,55 @@ class Session:
         if self.output is Output.csv and self.source.names and not self.headed:
             self.headed = True
             header = csv_line([*self.source.names, *self.source.averages])
-            text = header.encode(errors="surrogateescape") + b"\n" + text
+            text = encode(header) + b"\n" + text
         return text
 
     def _answer_rows(self, block: bytes) -> bytes:
         """The output for rows: as arrays if they are many and plain, otherwise one by one."""
-        many = self.source.by is None and block.count(b"\n") >= MANY
+        many = block.count(b"\n") >= MANY
         if many and self.output is not Output.jsonl:
             try:
-                numbers = self.source.numbers(block)
+                numbers, keys = self.source.numbers(block), self.source.keys(block)
             except ValueError:
                 pass
             else:
                 self.lines += len(numbers)
-                averages, shown = self._scan(numbers)
-                text = format_numbers(averages)
-                if self.output is Output.plain:
-                    return text
-                answers = text.replace(b"\t", b",").split(b"\n")[:-1]
-                pairs = zip(block.split(b"\n")[:-1][shown], answers, strict=True)
-                return b"".join([b"%b,%b\n" % pair for pair in pairs])
+                return self._answer_numbers(numbers, keys, block)
         rows = self._rows(block)
-        if many and rows:
+        if many and rows and self.source.by is None:
             averages, shown = self._scan(np.array([row.numbers for row in rows]))
-            lines = list(map(self._line, rows[shown], averages.tolist()))
+            return encode("".join(map(self._line, rows[shown], averages.tolist())))
+        step, every = self.averages.step, self.every
+        lines = [self._line(row, now) for row in rows if (now := step(row.key, row.numbers, every))]
+        return encode("".join(lines))
+
+    def _answer_numbers(self, numbers: Array, keys: bytes | None, block: bytes) -> bytes:
+        """The output for rows of numbers; their keys are lines, if there are any."""
+        shown: Any
+        if keys is None:
+            averages, shown = self._scan(numbers)
         else:
-            lines = [self._line(row, now) for row in rows if (now := self._step(row))]
-        return "".join(lines).encode(errors="surrogateescape")
+            step, every = self.averages.step, self.every
+            rows = zip(decode(keys).split("\n"), numbers.tolist(), strict=False)
+            steps = [step(key, row, every) for key, row in rows]
+            shown = [bool(now) for now in steps]
+            averages = np.array(list(compress(steps, shown)))
+        text = format_numbers(averages)
+        if self.output is Output.plain and keys is None:
+            return text
+        separator = b"\t"
+        if self.output is Output.csv:
+            text, separator, keys = text.replace(b"\t", b","), b",", block
+        heads: Any = (keys or b"").split(b"\n")
+        heads = heads[:-1][shown] if isinstance(shown, slice) else compress(heads, shown)
+        pairs = zip(heads, text.split(b"\n"), strict=False)
+        return b"".join([b"%b%b%b\n" % (head, separator, answer) for head, answer in pairs])
 
     def _scan(self, numbers: Array) -> tuple[Array, slice]:
         """Take rows of numbers; return the averages to show, and the rows they belong to."""
-        series = self._series("")
-        shown = slice(-(series[0].count + 1) % self.every, None, self.every)
-        columns = [one.scan(xs) for one, xs in zip(series, numbers.T, strict=True)]
-        return np.concatenate(columns, axis=1)[shown], shown
-
-    def _step(self, row: Row) -> list[float]:
-        """Take one row; return the averages after it, or none if they are not shown."""
-        series = self._series(row.key)
-        for one, x in zip(series, row.numbers, strict=True):
-            one.update(x)
-        if series[0].count % self.every:
-            return []
-        return [average for one in series for average in one.values()]
+        averages, before = self.averages.scan("", numbers)
+        shown = slice(-(before + 1) % self.every, None, self.every)
+        return averages[shown], shown
 
     def _line(self, row: Row, averages: list[float]) -> str:
         """A line of the output: the columns that pass through, and the averages."""
@@ -410,16 +432,10 @@ class Session:
                 self.first_bad = self.first_bad or told
         return rows
 
-    def _series(self, key: str) -> list[Series]:
-        """The averages of a key, by column."""
-        if key not in self.series:
-            self.series[key] = [Series(self.reads) for _ in self.source.columns]
-        return self.series[key]
-
     def _options(self) -> dict[str, Any]:
         """The options that a state must have been made with."""
         return {
-            "rule": [plain(rule) for rule in dict.fromkeys(rule for rule, _ in self.reads)],
+            "rule": [plain(rule) for rule in self.averages.rules],
             "input": self.source.kind,
             "columns": self.source.columns,
             "by": self.source.by,
@@ -430,59 +446,61 @@ class Session:
     @np.errstate(all="ignore")
     def load(self, path: Path) -> None:
         """Resume from a state, if the file exists."""
-        if not os.access(path.parent, os.W_OK):
-            fail(f"{path}: expected a writable folder for the state, got {path.parent}")
         try:
-            saved = json.loads(path.read_text())
-            if {key: saved[key] for key in STATE} != STATE:
-                raise ValueError(f"format {saved['format']!r}, version {saved['version']!r}")
-            for name, value in self._options().items():
-                if saved["options"][name] != value:
-                    fail(
-                        f"{path}: the state was made with other options: {name} was "
-                        f"{saved['options'][name]}, is {value}; use the same, or another file"
-                    )
-            self.source.names, self.headed = saved["names"], bool(saved["headed"])
-            if self.source.names is not None:
-                self.source.check_names()
-            for key, series in saved["series"].items():
-                self.series[key] = [self._restored(one) for one in series]
-                if len(series) != len(self.source.columns):
-                    raise ValueError(f"{len(series)} averages of {self.source.columns}")
+            with path.open("rb") as file:
+                self._load(path, file)
         except FileNotFoundError:
             return
         except OSError as error:
             fail(f"{path}: {error.strerror}")
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except typer.Exit:
+            raise
+        except Exception as error:  # a damaged file fails in as many ways as there are
             fail(
-                f"{path}: expected a state saved by tailavg stream, got: {error!r}; "
+                f"{path}: expected a state saved by tailavg stream, got: {repr(error)[:300]}; "
                 "move the file away to start over"
             )
 
-    def _restored(self, saved: list[dict[str, Any]]) -> Series:
-        """A saved series; raise a ValueError or TypeError if it is not valid."""
-        series = Series(self.reads, [TailAverage.from_state_dict(average) for average in saved])
-        if not all(isinstance(average, float) for average in series.values()):
-            raise ValueError(f"expected averages of numbers, got {series.averages}")
-        return series
+    def _load(self, path: Path, file: BinaryIO) -> None:
+        saved = json.loads(file.readline())
+        if saved["format"] != FORMAT or saved["version"] not in (2, VERSION):
+            raise ValueError(f"format {saved['format']!r}, version {saved['version']!r}")
+        for name, value in self._options().items():
+            if saved["options"][name] != value:
+                fail(
+                    f"{path}: the state was made with other options: {name} was "
+                    f"{saved['options'][name]}, is {value}; use the same, or another file"
+                )
+        names = saved["names"]
+        if names is not None:
+            if not all(isinstance(name, str) for name in names):
+                raise ValueError("names: expected texts")
+            self.source.names = list(names)
+            self.source.check_names()
+        self.headed = bool(saved["headed"])
+        if saved["version"] == 2:
+            held = {key: list(chain(*columns)) for key, columns in saved["series"].items()}
+            keys, rows = len(held), iter(held.items())
+        else:
+            keys, rows = saved["keys"], map(json.loads, file)
+        for key, averages in rows:
+            self.averages.restore(key, averages)
+        if len(self.averages) != keys:
+            raise ValueError(f"expected {keys} keys, got {len(self.averages)}")
 
     def save(self, path: Path) -> None:
-        """Write the state, whole or not at all."""
-        series = {
-            key: [[average.state_dict() for average in one.averages] for one in series]
-            for key, series in self.series.items()
-        }
-        state = STATE | {
+        """Write the state, whole or not at all: a line about all keys, then one for each."""
+        state = {
+            "format": FORMAT,
+            "version": VERSION,
             "options": self._options(),
             "names": self.source.names,
             "headed": self.headed,
-            "series": series,
+            "keys": len(self.averages),
         }
-        try:
-            with whole_file(path) as file:
-                file.write(json.dumps(state).encode())
-        except OSError as error:
-            fail(f"{path}: cannot save the state: {error.strerror}")
+        with whole_file(path) as file:
+            for line in chain([state], self.averages.saved()):
+                file.write(json.dumps(line).encode() + b"\n")
 
 
 def _json_text(text: str) -> str:

@@ -1,0 +1,150 @@
+"""The averages of `tailavg stream`, of each key and column.
+
+A key often has only a few samples: these are kept as they are, in a quarter of the memory of an
+average. Weights do not depend on samples, so all keys with equally many are read with the same.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from operator import mul
+from typing import Any
+
+import numpy as np
+
+from tailavg.core.rules import AnyTail, Rule
+from tailavg.core.windows import Window
+from tailavg.numpy import TailAverage
+from tailavg.numpy.arithmetic import Array
+
+__all__ = ["Averages", "Reads"]
+
+FEW = 32  # rows of a key that are kept
+
+Reads = list[tuple[Rule, Window | None]]
+"""For each average of a column: its rule, and the window to read if the rule has none."""
+
+_OWN = ("count", "starts", "blocks", "folded", "partial")  # what differs between averages of a rule
+
+
+class Averages:
+    """The averages of all keys; with `keep`, of samples that are kept while they are few."""
+
+    def __init__(self, reads: Reads, columns: int, keep: bool) -> None:
+        self.rules = list(dict.fromkeys(rule for rule, _ in reads))
+        self._places = [(self.rules.index(rule), window) for rule, window in reads]
+        self._columns = columns
+        self._most = FEW * columns if keep else 0
+        # of each key, the averages by each rule of each column; or the samples, row by row
+        self._held: dict[str, list[TailAverage] | array[float]] = {}
+        self._model = [TailAverage(rule) for rule in self.rules]  # of as many samples as looked up
+        self._weights: list[list[list[float]]] = [[]]  # for each number of samples, of each read
+        self._alike = []  # what all averages of a rule have in common, in a state
+        for rule in self.rules:
+            average = TailAverage(rule)
+            average.update(0.0)
+            self._alike.append(average.state_dict())
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def step(self, key: str, row: list[float], every: int) -> list[float]:
+        """Take a row, and return the averages after it; none unless it is an `every`-th."""
+        held = self._held.get(key)
+        if not isinstance(held, list):
+            if held is None:
+                held = self._held[key] = array("d")
+            if len(held) < self._most:
+                held.extend(row)
+                count = len(held) // self._columns
+                return [] if count % every else self._read(held, count)
+            held = self._held[key] = self._replayed(held)
+        if len(self.rules) > 1:
+            row = [x for x in row for _ in self.rules]
+        for average, x in zip(held, row, strict=True):
+            average.update(x)
+        return [] if held[0].count % every else self._values(held)
+
+    def scan(self, key: str, rows: Array) -> tuple[Array, int]:
+        """Take rows, and return the averages after each; and how many rows came before."""
+        held = self._held.get(key)
+        if not isinstance(held, list):
+            held = self._held[key] = self._replayed(held or array("d"))
+        before, several = held[0].count, len(self._places)
+        out = np.empty((len(rows), self._columns * several))
+        for i, average in enumerate(held):
+            column, its = divmod(i, len(self.rules))
+            reads = [j for j, (rule, _) in enumerate(self._places) if rule == its]
+            windows: Any = [self._places[j][1] for j in reads]
+            shared = isinstance(average.rule, AnyTail)
+            found = np.atleast_2d(average.scan(rows[:, column], windows if shared else None))
+            out[:, [column * several + j for j in reads]] = found.T
+        return out, before
+
+    def _replayed(self, samples: array[float]) -> list[TailAverage]:
+        """The averages of samples that were kept."""
+        held = [TailAverage(rule) for _ in range(self._columns) for rule in self.rules]
+        for i, average in enumerate(held):
+            for x in samples[i // len(self.rules) :: self._columns]:
+                average.update(x)
+        return held
+
+    def _values(self, held: list[TailAverage]) -> list[float]:
+        starts = range(0, len(held), len(self.rules))
+        return [held[i + place].value(window) for i in starts for place, window in self._places]
+
+    def _read(self, samples: array[float], count: int) -> list[float]:
+        """The averages of samples that are kept, `count` of each column."""
+        while len(self._weights) <= count:
+            for average in self._model:
+                average.update(0.0)
+            found = [self._model[place].weights(window) for place, window in self._places]
+            # the oldest often have no weight; 0 times a NaN would be a NaN
+            self._weights.append([np.trim_zeros(weights, "f").tolist() for weights in found])
+        width = self._columns
+        return [
+            sum(map(mul, weights, samples[(count - len(weights)) * width + column :: width]))
+            for column in range(width)
+            for weights in self._weights[count]
+        ]
+
+    def saved(self) -> Iterator[tuple[str, list[Any]]]:
+        """Each key, with its samples or averages as plain data."""
+        for key, held in self._held.items():
+            if isinstance(held, list):
+                states = [average.state_dict() for average in held]
+                yield key, [{name: state[name] for name in _OWN} for state in states]
+            else:
+                yield key, held.tolist()
+
+    def restore(self, key: Any, saved: Any) -> None:
+        """Hold what was saved of a key; raise an exception of whatever kind if it is not valid."""
+        if not isinstance(key, str) or key in self._held or not isinstance(saved, list):
+            raise ValueError(f"expected a new key and a list, got {key!r}")
+        if saved and isinstance(saved[0], float):
+            _check_floats(saved)
+            if len(saved) > self._most or len(saved) % self._columns:
+                raise ValueError(f"expected at most {FEW} samples of each column, got {len(saved)}")
+            self._held[key] = array("d", saved)
+            return
+        if len(saved) != self._columns * len(self.rules):
+            raise ValueError(f"expected averages of {self._columns} columns, got {len(saved)}")
+        held = []
+        for i, one in enumerate(saved):
+            alike = self._alike[i % len(self.rules)]
+            state = {**alike, **one}
+            if other := [name for name in alike if name not in _OWN and state[name] != alike[name]]:
+                raise ValueError(f"{other[0]}: expected {alike[other[0]]}, got {state[other[0]]}")
+            _check_floats([*state["blocks"], state["partial"]])
+            held.append(TailAverage.from_state_dict(state))
+        if len({average.count for average in held}) > 1 or not held[0].count:
+            raise ValueError(f"expected averages of equally many numbers, got {held}")
+        self._values(held)  # which fails if a number is out of range
+        self._held[key] = held
+
+
+def _check_floats(found: list[Any]) -> None:
+    for x in found:
+        if x.__class__ is not float:
+            raise ValueError(f"expected a number, got {x!r}")
