@@ -13,6 +13,7 @@ from typing import Any
 
 import tailavg
 
+SHORT = int(os.environ.get("TAILAVG_INTERRUPTS", "400"))  # with 100000 it takes minutes
 OURS = str(Path(tailavg.__file__).parent)
 
 
@@ -22,19 +23,24 @@ class Interrupt(BaseException):
 
 def opcodes(call: Callable[[], Any]) -> int:
     """How many opcodes of ours a call runs."""
-    count, _ = _traced(call, -1)
-    return count
+    return _traced(call, -1)[0]
 
 
-def interrupted(call: Callable[[], Any], at: int) -> bool:
-    """Interrupt a call before one of its opcodes; False if it ended before that."""
-    return _traced(call, at)[1]
+def interrupted(
+    make: Callable[[], Any], call: Callable[[Any], Any], short: int = SHORT, some: int = 50
+) -> Iterator[tuple[int, Any]]:
+    """Call on something new, interrupted here or there: yields where, and what is left of it.
 
-
-def points(call: Callable[[], Any], most: int = 400) -> Iterator[int]:
-    """The opcodes of a call, or as many of them, evenly spaced."""
-    total = opcodes(call)
-    return iter(range(0, total, max(1, -(-total // most))))
+    A short call is interrupted before each of its opcodes, a longer one before some, evenly spread.
+    """
+    call(make())  # fills what is cached
+    subject = make()
+    total = opcodes(lambda: call(subject))
+    for at in range(0, total, 1 if total <= short else -(-total // some)):
+        subject = make()
+        _, early = _traced(lambda subject=subject: call(subject), at)
+        assert early, f"{total} opcodes before, fewer than {at} now"
+        yield at, subject
 
 
 def killed(call: Callable[[], Any], at: int) -> bool:

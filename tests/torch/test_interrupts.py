@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from interrupts import interrupted
 from tailavg import AnytimeWindow, Exponential
 from tailavg.torch import AveragedModel, ParameterAverage, convert_tail_batchnorm
-from torch_interrupts import interrupted
 from torch_models import bits, saved, snapshot
 
 

@@ -92,7 +92,7 @@ def stream(
     accumulators: Annotated[
         int | None,
         typer.Option(
-            max=10**6,
+            max=10_000,
             help="How many accumulators the anytime method keeps: by default 3; "
             "with --windows, 12 for all fractions together, and at least 6.",
         ),

@@ -199,7 +199,7 @@ class Accumulators(Store):
         Returns:
             What resumes from it.
         """
-        layout.check(state)
+        state = layout.check(state)
         layout.check_nan_policy(state)
         dtype = str(self.dtype).removeprefix("torch.")
         if layout.rule_from(state["rule"]) != self.clock.rule or state["dtype"] != dtype:
