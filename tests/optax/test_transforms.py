@@ -21,7 +21,7 @@ from optax_training import (
     start,
     train,
 )
-from tailavg import AnytimeWindow
+from tailavg import AnytimeWindow, Exponential
 from tailavg.optax import averaged_params, tail_average, with_tail_average
 
 
@@ -122,3 +122,23 @@ def test_a_step_does_not_change_the_types_of_the_state(rule):
         return jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type), tree)
 
     assert described(after) == described(shapes)
+
+
+@pytest.mark.parametrize("rule", [3, 0.25, Exponential(0.25)], ids=str)
+def test_the_shapes_of_parameters_are_enough_to_begin(rule):
+    """As for the optimizers of optax, whose own tests ask for it."""
+    params = {"w": jnp.ones((2, 3)), "b": jnp.ones(3, jnp.bfloat16), "step": jnp.zeros((), int)}
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    tx = with_tail_average(optax.adam(1e-3), rule)
+    state, zeros = tx.init(shapes), tx.init(jax.tree.map(jnp.zeros_like, params))
+    jax.tree.map(np.testing.assert_array_equal, state, zeros)
+    assert jax.tree.map(lambda x: x.dtype, state) == jax.tree.map(lambda x: x.dtype, zeros)
+    tx.init(jax.ShapeDtypeStruct((), jnp.float32))
+
+
+def test_the_shapes_of_sharded_parameters_give_sharded_accumulators():
+    mesh = jax.make_mesh((len(jax.devices()),), ("x",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    shape = jax.ShapeDtypeStruct((8, 2), jnp.float32, sharding=sharding)
+    (total,) = jax.tree.leaves(tail_average(3).init(shape).sums)
+    assert total.sharding.is_equivalent_to(sharding, 2)

@@ -58,7 +58,7 @@ class TreeAverage:
         """The state before the first update, whose value is the tree itself.
 
         Floating and complex leaves will be averaged; others are passed through. Accumulators are
-        sharded like their leaves.
+        sharded like their leaves. A `jax.ShapeDtypeStruct` stands for zeros, as in optax.
         """
         if self.dtype == np.float64 and jnp.result_type(float) != np.float64:
             raise ValueError(
@@ -80,6 +80,8 @@ class TreeAverage:
 
     def _accumulator(self, leaf: Any) -> Array:
         """A leaf in the dtype of its accumulators, always a copy: the state may be donated."""
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            leaf = jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
         if not _averaged(leaf):
             return jnp.array(leaf, copy=True)
         wide = jnp.complex64 if jnp.iscomplexobj(leaf) else self.dtype
