@@ -452,3 +452,16 @@ def test_weights_too_small_for_a_float_are_left_out_of_the_profile(t):
     assert profile.effective_size == pytest.approx(100, rel=1e-9)
     assert profile.mean_age == pytest.approx(49.5, rel=1e-9)
     assert average.weights().sum() == pytest.approx(1, abs=1e-12)
+
+
+@pytest.mark.parametrize("rule", [AnytimeWindow(10), AnytimeWindow(0.25), Exponential(0.25)])
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_a_sample_of_whole_weight_is_so_many_equal_samples(rule, shape):
+    rng = np.random.default_rng(0)
+    average, one_by_one = TailAverage(rule), TailAverage(rule)
+    for x, weight in zip(rng.normal(size=(30, *shape)), rng.integers(1, 40, 30), strict=True):
+        average.update_many(np.broadcast_to(x, (weight, *shape)))
+        for _ in range(weight):
+            one_by_one.update(x if shape else float(x))
+        assert average.count == one_by_one.count
+        np.testing.assert_allclose(average.value(), one_by_one.value(), rtol=1e-12, atol=1e-14)
