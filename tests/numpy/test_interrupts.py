@@ -99,6 +99,25 @@ def test_many_updates_are_whole(rule: Any, kind: str, call: str) -> None:
         check(rule, count, options, change, 30)
 
 
+@pytest.mark.parametrize("kind", ["numbers", "arrays"])
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_a_read_changes_nothing(rule: Any, kind: str) -> None:
+    window = (0.5,) if isinstance(rule, AnyTail) else ()
+    average = made(rule, 17, **KINDS[kind])
+    before, now = average.copy(), average.value(*window)
+    for read in (
+        lambda average: average.value(*window),
+        lambda average: average.weights(*window),
+        lambda average: average.profile(*window),
+        lambda average: average.state_dict(),
+        lambda average: average.copy(),
+        lambda average: average == before,
+    ):
+        for _, it in interrupted(lambda: average, read, 40, 40):
+            assert it == before
+            np.testing.assert_array_equal(it.value(*window), now)
+
+
 @pytest.mark.parametrize("rule", [AnytimeWindow(1.0), AnytimeWindow(50), Exponential(50)], ids=str)
 def test_a_signal_leaves_an_average_that_can_be_read(rule: Any) -> None:
     """Python handles signals at calls only: a plain update has none that could be cut in two."""
