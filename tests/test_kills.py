@@ -2,89 +2,19 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from safetensors.torch import save_file
 
-from interrupts import killed, kills
-from tailavg import AnyTail, TailAverage
-from tailavg.checkpoints import average_checkpoints
-from tailavg.cli import app
-from tailavg.core.rules import ExactWindow
-from tailavg.torch import ParameterAverage
+SCRIPT = Path(__file__).parent / "support" / "kills.py"
 
 
-def check(write: Callable[[], Any], path: Path, most: int = 100, among: int | None = None) -> None:
-    """Kill processes that replace a file with another."""
-    old = path.read_bytes()
-    assert not killed(write, at=-1)
-    new = path.read_bytes()
-    assert new != old
-    left, found = 0, set()
-    path.write_bytes(old)
-    for _ in kills(write, most, among):
-        assert path.read_bytes() in (old, new)
-        found.add(path.read_bytes() == new)
-        left = max(left, len(temporary(path)))
-        path.write_bytes(old)
-    assert found == {False, True}
-    assert 0 < left <= 1  # the next one removed it
-    assert not killed(write, at=-1)
-    assert path.read_bytes() == new
-    assert not temporary(path)
-
-
-def temporary(path: Path) -> list[Path]:
-    return [found for found in path.parent.iterdir() if found.name.endswith(".tailavg")]
-
-
-@pytest.mark.parametrize("rule", [0.25, AnyTail(6)], ids=str)
-def test_save(rule: Any, tmp_path: Path) -> None:
-    path, average = tmp_path / "average.npz", TailAverage(rule)
-    average.update(1.0)
-    average.save(path)
-    average.update_many(np.arange(100.0))
-    check(lambda: average.save(path), path)
-
-
-def test_save_averaged(tmp_path: Path) -> None:
-    path, model = tmp_path / "model.safetensors", torch.nn.Linear(3, 2)
-    average = ParameterAverage(model, 3)
-    average.update()
-    average.save_averaged(path)
-    torch.nn.init.zeros_(model.weight)
-    average.update()
-    check(lambda: average.save_averaged(path), path)
-
-
-@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
-def test_checkpoints(suffix: str, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    files = [tmp_path / "run" / f"{step}{suffix}" for step in range(3)]
-    for step, file in enumerate(files):
-        state = {"weight": torch.full((4,), float(step)), "steps": torch.tensor(step)}
-        if suffix == ".pt":
-            torch.save(state, file)
-        else:
-            save_file(state, file)
-    path = tmp_path / f"average{suffix}"
-    average_checkpoints(files, {path: ExactWindow(1)})
-    check(lambda: average_checkpoints(files, {path: ExactWindow(3)}), path, most=60)
-
-
-def test_stream(tmp_path: Path) -> None:
-    path, numbers = tmp_path / "state", tmp_path / "numbers"
-    numbers.write_text("1\n2\n3\n")
-
-    def run() -> None:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        app(["stream", str(numbers), "--window", "2", "--state", str(path)], standalone_mode=False)
-
-    assert not killed(run, at=-1)
-    check(run, path, most=30, among=1500)  # the state is written last
+@pytest.mark.parametrize(
+    "write", ["save", "save_averaged", "checkpoints", "torch_checkpoints", "stream"]
+)
+def test_a_killed_write_leaves_the_old_file_or_the_new_one(write: str, tmp_path: Path) -> None:
+    command = [sys.executable, SCRIPT, write, tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr

@@ -173,11 +173,14 @@ def test_a_signal_that_comes_twice_at_once(tmp_path):
 
 
 def test_ignored_signals_stay_ignored(tmp_path):
-    ignored = lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)  # noqa: E731
-    with Live("-w", "1.0", preexec_fn=ignored) as live:  # as nohup does
-        assert live.ask("1") == "1\n"
-        live.process.send_signal(signal.SIGHUP)
-        assert live.ask("2") == "1.5\n"
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with Live("-w", "1.0") as live:
+            assert live.ask("1") == "1\n"
+            live.process.send_signal(signal.SIGHUP)
+            assert live.ask("2") == "1.5\n"
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_reader_that_does_not_read(tmp_path):
