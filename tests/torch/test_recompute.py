@@ -156,17 +156,16 @@ def test_an_empty_batch_does_not_count(kind, shape, convert):
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_an_empty_call_of_a_module_that_is_called_often_does_not_count(convert, weighted):
-    norm = convert(nn.BatchNorm1d(3), 0.25)
-    many = draw((6, 3), 4).split(2)
-    recompute_batchnorm(
-        norm,
-        [x for x in many for x in (x[0], x[0][:0], x[1])],
-        lambda norm, x: norm(x) if len(x) else [norm(x), norm(x)],
-        weighted=weighted,
-    )
-    once = nn.BatchNorm1d(3)
-    recompute_batchnorm(once, [x for pair in many for x in pair], weighted=weighted)
+def test_of_a_module_that_is_called_often_each_call_with_data_counts(convert, weighted):
+    norm, once = convert(nn.BatchNorm1d(3), 0.25), nn.BatchNorm1d(3)
+    batches = draw((6, 3), 4)
+
+    def thrice(norm, pair):
+        for x in (pair[0][:0], *pair):
+            norm(x)
+
+    recompute_batchnorm(norm, batches.split(2), thrice, weighted=weighted)
+    recompute_batchnorm(once, batches, weighted=weighted)
     assert same(norm.state_dict(), once.state_dict())
 
 
@@ -185,16 +184,9 @@ def test_a_module_that_no_batch_reaches_in_training_mode_keeps_its_statistics(co
         def train(self, mode=True):
             return super().train(False)
 
-    def make():
-        return convert(
-            nn.ModuleDict(
-                {"used": nn.BatchNorm1d(3), "unused": nn.BatchNorm1d(3), "frozen": frozen}
-            ),
-            5,
-        )
-
-    frozen = Frozen(nn.BatchNorm1d(3))
-    model = make()
+    model = nn.ModuleDict({name: nn.BatchNorm1d(3) for name in ("used", "unused")})
+    model["frozen"] = Frozen(nn.BatchNorm1d(3))
+    convert(model, 5)
     for norm in (model["unused"], model["frozen"][0]):
         norm.running_mean.fill_(7.0)
         norm.running_var.fill_(9.0)
@@ -338,7 +330,8 @@ def test_a_compiled_model_is_recomputed_time_and_again(convert):
     model, plain = (convert(nn.Sequential(nn.BatchNorm1d(3, momentum=1.0)), 5) for _ in range(2))
     run = torch.compile(model, backend="eager")
     for seed in range(3):
-        run(draw((6, 3), 1)[0])
+        with torch.no_grad():
+            run(draw((6, 3), 1)[0])
         batches = draw((6, 3), 3, seed=seed)
         recompute_batchnorm(run, batches)
         recompute_batchnorm(plain, batches)
