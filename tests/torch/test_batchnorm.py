@@ -66,6 +66,20 @@ def test_a_momentum_that_is_a_number_is_not_used():
     np.testing.assert_array_equal(train(one, batches), train(other, batches))
 
 
+@kinds
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_an_empty_batch_is_not_counted(kind, shape, momentum):
+    norm, only = (convert_tail_batchnorm(kind(3), 5) for _ in range(2))
+    norm.momentum = only.momentum = momentum
+    empties = [torch.empty(0, *shape[1:]), torch.empty(*shape[:2], *[0] * (len(shape) - 2))]
+    for x in draw(shape, 12):
+        for empty in empties[: len(shape) - 1]:
+            assert norm(empty).shape == empty.shape
+        norm(x)
+        only(x)
+        assert same(norm.state_dict(), only.state_dict())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_statistics_of_16_bits_stay_so_and_are_close(dtype):
     batches = draw((16, 3), 20)
@@ -181,29 +195,47 @@ def test_synchronised_statistics_are_taken_from_torchs_own_forward(monkeypatch):
     assert all(a is b for a, b in zip(norm.buffers(), buffers, strict=True))
 
 
-class Reads(TorchDispatchMode):
-    """Counts what copies a value from the device to the host, and so waits for it."""
+def test_an_empty_share_of_a_synchronised_batch_is_counted(monkeypatch):
+    def forward(self, input):  # noqa: A002
+        self.running_mean += 7.0  # from another process
+        return input
+
+    norm = convert_tail_batchnorm(nn.SyncBatchNorm(3), 0.25)
+    monkeypatch.setattr(nn.SyncBatchNorm, "forward", forward)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    for processes in (1, 2):
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda _, n=processes: n)
+        norm(torch.empty(0, 3))
+        assert norm.num_batches_tracked == processes - 1
+    assert torch.equal(norm.running_mean, torch.full((3,), 7.0))
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations, and what copies a value to the host, and so waits for the device."""
 
     def __init__(self):
         super().__init__()
-        self.count = 0
+        self.count = self.reads = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func in (torch.ops.aten._local_scalar_dense.default,)
+        self.count += 1
+        self.reads += func in (torch.ops.aten._local_scalar_dense.default,)
         return func(*args, **(kwargs or {}))
 
 
 @kinds
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
 @pytest.mark.parametrize("momentum", [0.1, None])
-def test_no_value_is_read_back_from_the_device(kind, shape, momentum):
-    norm = convert_tail_batchnorm(kind(3), 0.25)
+def test_operations_are_few_and_none_waits_for_the_device(kind, shape, window, momentum):
+    norm = convert_tail_batchnorm(kind(3), window)
     norm.momentum = momentum
     x = draw(shape, 1)[0]
-    with Reads() as reads:
+    with Operations() as operations:
         norm(x)
-        assert reads.count == 0
+        assert operations.count <= 25
+        assert operations.reads == 0
         norm.num_batches_tracked.item()
-    assert reads.count == 1
+    assert operations.reads == 1
 
 
 # Compilation. The counting backends stand for inductor, which needs half a minute to start.

@@ -9,7 +9,7 @@ from torch import nn
 
 from batchnorms import assert_dense, draw, kinds, net, same, snapshot, train
 from tailavg import Exponential
-from tailavg.torch.batchnorm import convert_tail_batchnorm
+from tailavg.torch.batchnorm import convert_tail_batchnorm, revert_batchnorm
 from torch_models import saved
 
 # Conversion
@@ -107,6 +107,46 @@ def test_a_bad_window_is_refused_and_nothing_converted(bad):
     with pytest.raises((ValueError, TypeError), match="window: expected"):
         convert_tail_batchnorm(model, bad)
     assert type(model.norm) is nn.BatchNorm2d
+
+
+# Reversion
+
+
+@kinds
+@pytest.mark.parametrize("momentum", [0.1, 0.3, None])
+def test_a_reverted_module_is_as_if_it_had_never_been_converted(kind, shape, momentum):
+    plain, norm = kind(3, momentum=momentum), kind(3, momentum=momentum)
+    buffers = list(norm.buffers())
+    assert revert_batchnorm(convert_tail_batchnorm(convert_tail_batchnorm(norm, 5), 0.25)) is norm
+    assert type(norm) is kind
+    assert norm.__dict__.keys() == plain.__dict__.keys()
+    assert all(a is b for a, b in zip(norm.buffers(), buffers, strict=True))
+    assert repr(norm) == repr(plain)
+    for x in draw(shape, 4):
+        assert torch.equal(norm(x), plain(x))
+        assert same(norm.state_dict(), plain.state_dict())
+
+
+def test_reversion_keeps_the_statistics_and_leaves_other_modules_alone():
+    model = convert_tail_batchnorm(net(), 5)
+    for x in draw((4, 3, 3, 3), 3):
+        model(x)
+    before, x = snapshot(model), draw((4, 3, 3, 3), 1, seed=9)[0]
+    expected = model.eval()(x)
+    assert revert_batchnorm(model) is model
+    assert same(model.state_dict(), before)
+    assert torch.equal(model(x), expected)
+    assert repr(model.train()) == repr(net())
+    assert repr(revert_batchnorm(model)) == repr(net())
+
+
+@pytest.mark.parametrize("built", [0.1, None])
+@pytest.mark.parametrize("later", [0.01, None])
+def test_a_momentum_set_after_the_conversion_is_kept_by_reversion(built, later):
+    norm = convert_tail_batchnorm(nn.BatchNorm1d(3, momentum=built), 5)
+    norm.momentum = later
+    assert revert_batchnorm(copy.deepcopy(norm)).momentum == later
+    assert revert_batchnorm(convert_tail_batchnorm(norm, 7)).momentum == later
 
 
 # State

@@ -1,13 +1,16 @@
 """Statistics of BatchNorm from data, against torch's update_bn."""
 
 from collections import UserDict
+from contextlib import nullcontext
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import update_bn
 
-from batchnorms import draw, net, same, snapshot
+from batchnorms import draw, kinds, net, same, snapshot, statistics
 from tailavg.torch.batchnorm import convert_tail_batchnorm, recompute_batchnorm
 from torch_models import bits
 
@@ -63,7 +66,7 @@ def test_recomputed_statistics_are_those_of_update_bn(loader, convert):
     update_bn(images(), expected)
     before = flags(model)
     recompute_batchnorm(model, loader())
-    assert same(model.state_dict(), expected.state_dict())
+    torch.testing.assert_close(model.state_dict(), expected.state_dict())
     assert flags(model) == before
     assert model.last.num_batches_tracked == 6
 
@@ -89,7 +92,7 @@ def test_a_call_runs_the_model_on_batches_of_any_kind():
     batches = [{"x": x} for x in images()]
     recompute_batchnorm(model, batches, call)
     assert all(a is b for a, b in zip(seen, batches, strict=True))
-    assert same(model.state_dict(), expected.state_dict())
+    torch.testing.assert_close(model.state_dict(), expected.state_dict())
 
 
 def test_batches_are_moved_to_the_device_of_the_statistics():
@@ -101,6 +104,7 @@ def test_batches_are_moved_to_the_device_of_the_statistics():
 
         def forward(self, x=None, **more):
             self.seen.append((x, more))
+            self.norm(torch.ones(2, 3, device="meta"))
 
     model = Takes()
     parcel = Parcel(torch.ones(3))
@@ -126,10 +130,219 @@ def test_statistics_are_computed_without_gradients():
 def test_an_empty_loader_is_refused_and_erases_nothing(empty, call):
     model = trained()
     before, modes = snapshot(model), flags(model)
-    with pytest.raises(ValueError, match="loader: expected at least one batch, got none"):
+    with pytest.raises(ValueError, match="loader: expected at least one batch with data, got none"):
         recompute_batchnorm(model, empty, call)
     assert same(model.state_dict(), before)
     assert flags(model) == modes
+
+
+# Which batches count, and how much
+
+
+@pytest.fixture(params=[lambda model, _: model, convert_tail_batchnorm], ids=["plain", "tail"])
+def convert(request):
+    return request.param
+
+
+@kinds
+def test_an_empty_batch_does_not_count(kind, shape, convert):
+    batches = list(draw(shape, 5))
+    only, norm = (convert(kind(3), 0.25) for _ in range(2))
+    recompute_batchnorm(only, batches)
+    empty = batches[0][:0]
+    recompute_batchnorm(norm, [empty, *batches[:2], empty, empty, *batches[2:], empty])
+    assert same(norm.state_dict(), only.state_dict())
+    assert norm.num_batches_tracked == 5
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_of_a_module_that_is_called_often_each_call_with_data_counts(convert, weighted):
+    norm, once = convert(nn.BatchNorm1d(3), 0.25), nn.BatchNorm1d(3)
+    batches = draw((6, 3), 4)
+
+    def thrice(norm, pair):
+        for x in (pair[0][:0], *pair):
+            norm(x)
+
+    recompute_batchnorm(norm, batches.split(2), thrice, weighted=weighted)
+    recompute_batchnorm(once, batches, weighted=weighted)
+    assert same(norm.state_dict(), once.state_dict())
+
+
+@pytest.mark.parametrize("batches", [[torch.empty(0, 3)], [torch.empty(0, 3)] * 2])
+def test_a_loader_of_empty_batches_is_refused(convert, batches):
+    norm = convert(nn.BatchNorm1d(3), 0.25)
+    norm(torch.ones(2, 3))
+    before = bits(norm)
+    with pytest.raises(ValueError, match=f"batch with data, got {len(batches)} that brought none"):
+        recompute_batchnorm(norm, batches)
+    assert bits(norm) == before
+
+
+def test_a_module_that_no_batch_reaches_in_training_mode_keeps_its_statistics(convert):
+    class Frozen(nn.Sequential):
+        def train(self, mode=True):
+            return super().train(False)
+
+    model = nn.ModuleDict({name: nn.BatchNorm1d(3) for name in ("used", "unused")})
+    model["frozen"] = Frozen(nn.BatchNorm1d(3))
+    convert(model, 5)
+    for norm in (model["unused"], model["frozen"][0]):
+        norm.running_mean.fill_(7.0)
+        norm.running_var.fill_(9.0)
+        norm.num_batches_tracked.fill_(4)
+    before = snapshot(model)
+    x = draw((6, 3), 1)[0]
+    recompute_batchnorm(model, [x], lambda model, x: model["frozen"](model["used"](x)))
+    after = snapshot(model)
+    assert {name for name in before if not torch.equal(before[name], after[name])} == {
+        "used.running_mean",
+        "used.running_var",
+        "used.num_batches_tracked",
+    }
+
+
+@kinds
+def test_weighted_statistics_are_those_of_all_batches_as_one(kind, shape, convert):
+    sizes = [2, 7, 1, 3, 5] if len(shape) > 2 else [2, 7, 4, 3, 5]
+    large = 1000 + draw((sum(sizes), *shape[1:]), 1, torch.float64)[0]
+    norm = convert(kind(3).double(), 0.25)
+    recompute_batchnorm(norm, [large[:0], *large.split(sizes)], weighted=True)
+    mean, var = statistics(large)
+    np.testing.assert_allclose(norm.running_mean.numpy(), mean, rtol=1e-12)
+    np.testing.assert_allclose(norm.running_var.numpy(), var, rtol=1e-9)
+    assert norm.num_batches_tracked == len(sizes)
+
+
+def test_otherwise_every_batch_counts_the_same(convert):
+    batches = draw((18, 3), 1)[0].split([2, 7, 9])
+    norm = convert(nn.BatchNorm1d(3), 0.25)
+    recompute_batchnorm(norm, batches)
+    means, variances = zip(*map(statistics, batches), strict=True)
+    np.testing.assert_allclose(norm.running_mean.numpy(), np.mean(means, axis=0), rtol=1e-6)
+    np.testing.assert_allclose(norm.running_var.numpy(), np.mean(variances, axis=0), rtol=1e-6)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_elements_of_all_processes_count(monkeypatch, weighted):
+    """As if another process had three times as many elements, of the same statistics."""
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda _: 2)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda n, **_: n.mul_(4))
+    norm = nn.SyncBatchNorm(3)
+
+    def call(norm, x):
+        with pytest.MonkeyPatch.context() as patch:
+            hook = norm.register_forward_hook(
+                lambda *_: patch.setattr(torch.distributed, "is_initialized", lambda: True),
+                prepend=True,
+            )
+            norm(x)
+        hook.remove()
+
+    batches = draw((10, 3), 1)[0].split([4, 6])
+    recompute_batchnorm(norm, batches, call, weighted=weighted)
+    (m, v), (n, w) = map(statistics, batches)
+    if weighted:
+        mean = (16 * m + 24 * n) / 40
+        var = (15 * v + 16 * (m - mean) ** 2 + 23 * w + 24 * (n - mean) ** 2) / 39
+    else:
+        mean, var = (m + n) / 2, (v + w) / 2
+    np.testing.assert_allclose(norm.running_mean.numpy(), mean, rtol=1e-6)
+    np.testing.assert_allclose(norm.running_var.numpy(), var, rtol=1e-6)
+
+
+# What is left as it was
+
+
+def test_the_random_state_is_as_before_even_after_an_exception(convert):
+    model = convert(nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(3)), 0.25)
+    loader = torch.utils.data.DataLoader(draw((6, 3), 4)[0], batch_size=3, shuffle=True)
+    before = torch.get_rng_state()
+    recompute_batchnorm(model, loader)
+    assert torch.equal(torch.get_rng_state(), before)
+    with pytest.raises(KeyboardInterrupt):
+        recompute_batchnorm(model, loader, call_that_raises(KeyboardInterrupt()))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class Numbered:
+    """A device module as torch.cuda is, whose state moves with every batch."""
+
+    def __init__(self):
+        self.states = {}
+
+    def get_rng_state(self, at):
+        return self.states.setdefault(at, 0)
+
+    def set_rng_state(self, state, at):
+        self.states[at] = state
+
+
+class Single(Numbered):
+    """One as torch.mps is, which takes no number."""
+
+    def get_rng_state(self):
+        return super().get_rng_state("here")
+
+    def set_rng_state(self, state):
+        super().set_rng_state(state, "here")
+
+
+def test_the_random_state_of_the_models_devices_is_as_before(monkeypatch):
+    class Model(nn.Sequential):
+        def parameters(self, recurse=True):
+            return [SimpleNamespace(device=torch.device(name)) for name in names]
+
+    def call(model, x):
+        model(x)
+        for place in places.values():
+            place.states = {at: state + 1 for at, state in place.states.items()}
+        raise KeyboardInterrupt
+
+    names = ["cuda:0", "cuda:1", "mps", "cpu", "meta"]
+    places = {"cuda": Numbered(), "mps": Single()}
+    monkeypatch.setattr(torch, "get_device_module", lambda device=None: places[device.type])
+    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: nullcontext())  # noqa: ARG005
+    with pytest.raises(KeyboardInterrupt):
+        recompute_batchnorm(Model(nn.BatchNorm1d(3)), [torch.ones(2, 3)], call)
+    assert places["cuda"].states == {torch.device("cuda", 0): 0, torch.device("cuda", 1): 0}
+    assert places["mps"].states == {"here": 0}
+
+
+def test_dropout_is_on_as_in_training():
+    norm = nn.BatchNorm1d(3)
+    recompute_batchnorm(nn.Sequential(nn.Dropout(1.0), norm), [torch.ones(2, 3)])
+    assert torch.equal(norm.running_mean, torch.zeros(3))
+
+
+def test_hooks_are_removed_and_do_not_see_what_others_make_of_the_output():
+    norm = nn.BatchNorm1d(3)
+    handle = norm.register_forward_hook(lambda *_: "other")
+    x = draw((6, 3), 1)[0]
+    recompute_batchnorm(norm, [x])
+    np.testing.assert_allclose(norm.running_mean.numpy(), statistics(x)[0], rtol=1e-6)
+    handle.remove()
+    assert not norm._forward_hooks
+
+
+def test_a_compiled_model_is_recomputed_time_and_again(convert):
+    torch._dynamo.reset()
+    model, plain = (convert(nn.Sequential(nn.BatchNorm1d(3, momentum=1.0)), 5) for _ in range(2))
+    run = torch.compile(model, backend="eager")
+    for seed in range(3):
+        with torch.no_grad():
+            run(draw((6, 3), 1)[0])
+        batches = draw((6, 3), 3, seed=seed)
+        recompute_batchnorm(run, batches)
+        recompute_batchnorm(plain, batches)
+        assert same(model.state_dict(), plain.state_dict())
+
+
+def test_torchs_order_of_arguments_is_refused_by_name():
+    with pytest.raises(
+        TypeError, match=r"got list; the model comes first, recompute_batchnorm\(mo"
+    ):
+        recompute_batchnorm([torch.ones(2, 3)], nn.BatchNorm1d(3))
 
 
 def loader_that_raises(error):

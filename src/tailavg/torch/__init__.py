@@ -3,7 +3,11 @@
 from tailavg.core.extras import needs
 
 with needs("torch"):
-    from tailavg.torch.batchnorm import convert_tail_batchnorm, recompute_batchnorm
+    from tailavg.torch.batchnorm import (
+        convert_tail_batchnorm,
+        recompute_batchnorm,
+        revert_batchnorm,
+    )
     from tailavg.torch.functions import growing_avg_fn, growing_multi_avg_fn
     from tailavg.torch.model import AveragedModel
     from tailavg.torch.parameters import ParameterAverage, Selection
@@ -16,4 +20,5 @@ __all__ = [
     "growing_avg_fn",
     "growing_multi_avg_fn",
     "recompute_batchnorm",
+    "revert_batchnorm",
 ]
