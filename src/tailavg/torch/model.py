@@ -186,19 +186,19 @@ class AveragedModel(Module):
         """Take samples from this model from now on."""
         self._target.refresh(self._move)
         path: list[str] = []
-        inside: Module | None = unwrap(model)
+        inside = unwrap(model)
         refusal: ValueError | None = None
-        while inside is not None:
+        while True:
             try:
                 source = self._target.of(inside, self._options)
                 break
             except ValueError as error:
                 refusal = refusal or error
-                name, inside = _wrapped(inside)
+                name, part = _wrapped(inside)
+                if part is None:
+                    raise refusal from None
                 path.append(name)
-        else:
-            assert refusal is not None
-            raise refusal
+                inside = unwrap(part)
         if source.apart:
             alias, name, _ = source.apart[0]
             raise ValueError(
@@ -291,6 +291,7 @@ class AveragedModel(Module):
             if now is not None and (now is not tensor or now._version == version):
                 now.copy_(value)
         self._shown, self._hook.owner = self.count, None
+        self._rest = []
 
     # Every way to read the module.
 
@@ -435,5 +436,4 @@ def _wrapped(module: Module) -> tuple[str, Module | None]:
     names = {name.partition(".")[0] for name, _ in module.named_parameters()}
     names |= {name.partition(".")[0] for name, _ in module.named_buffers()}
     name = names.pop() if len(names) == 1 else ""
-    part = module._modules.get(name)
-    return name, None if part is None else unwrap(part)
+    return name, module._modules.get(name)
