@@ -1,6 +1,7 @@
 """The growing exponential in torch's own AveragedModel, against dense weights."""
 
 import copy
+import pickle
 
 import numpy as np
 import pytest
@@ -122,6 +123,25 @@ def test_a_resumed_run_is_the_uninterrupted_one(make):
         states.append(averaged.state_dict().values())
     assert resumed.n_averaged == 15
     assert all(map(torch.equal, *states))
+
+
+@functions
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_functions_can_be_copied_and_pickled(make, again):
+    """As `ddp_spawn` does, with the functions and with a whole model that has them."""
+    [(name, function)] = make(0.25).items()
+    copied = again(function)
+    assert copied == function != make(0.5)[name]
+    assert "Exponential(" in repr(copied)
+    assert "0.25" in repr(copied)
+    model = Net()
+    whole, other = AveragedModel(model, **{name: function}), AveragedModel(model, **{name: copied})
+    list(run(whole, model, 10))
+    list(run(other, model, 10))
+    other = again(other)
+    for averaged in (whole, other):
+        list(run(averaged, model, 5, seed=1))
+    assert all(map(torch.equal, whole.state_dict().values(), other.state_dict().values()))
 
 
 @pytest.mark.parametrize("make", [growing_multi_avg_fn, growing_avg_fn])

@@ -1,10 +1,12 @@
 """Scripts that are written for torch's own averages, and Lightning's callback."""
 
 import copy
+import pickle
 import warnings
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 from torch.optim import swa_utils
@@ -86,6 +88,32 @@ def test_a_window_of_everything_is_the_average_of_torchs_class():
     )
 
 
+def test_the_averaged_model_goes_into_a_safetensors_file(tmp_path):
+    model, file = small(), tmp_path / "averaged.safetensors"
+    averaged, _, _ = walked(model, 10, 25)
+    safetensors.torch.save_file(averaged.module.state_dict(), file)
+    plain = small(seed=1)
+    plain.load_state_dict(safetensors.torch.load_file(file))
+    assert bits(plain) == bits(averaged.module)
+    with pytest.raises(ValueError, match="_extra_state"):  # that is more than tensors
+        safetensors.torch.save_file(averaged.state_dict(), file)
+
+
+def test_tied_tensors_go_into_a_safetensors_file(tmp_path):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+            self.head.weight = self.embed.weight
+
+    averaged, _, _ = walked(Tied(), 10, 25)
+    file = tmp_path / "averaged.safetensors"
+    safetensors.torch.save_model(averaged.module, file)
+    plain = Tied()
+    safetensors.torch.load_model(plain, file)
+    assert bits(plain) == bits(averaged.module)
+
+
 # Functions for torch's own class
 
 
@@ -132,14 +160,32 @@ def test_the_functions_take_float32_and_buffers_that_are_integers():
 
 
 @pytest.fixture
-def lightning(monkeypatch):
-    """Lightning, with our class under the name of torch's."""
+def lightning():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of its own imports
         import lightning.pytorch
-        import lightning.pytorch.callbacks.weight_averaging as callback
-    monkeypatch.setattr(callback, "AveragedModel", AveragedModel)
     return lightning.pytorch
+
+
+def tail_averaging(rule):
+    """The callback of docs/torch.md."""
+    from lightning.pytorch.callbacks import WeightAveraging
+
+    class TailAveraging(WeightAveraging):
+        def setup(self, trainer, pl_module, stage):
+            super().setup(trainer, pl_module, stage)
+            if stage == "fit":
+                self._average_model = AveragedModel(
+                    pl_module, rule, pl_module.device, buffers="average"
+                )
+
+    return TailAveraging()
+
+
+def growing_averaging(rule):
+    from lightning.pytorch.callbacks import WeightAveraging
+
+    return WeightAveraging(multi_avg_fn=growing_multi_avg_fn(rule.window))
 
 
 def lightning_net(lightning, seed: int = 0):
@@ -170,9 +216,9 @@ def lightning_net(lightning, seed: int = 0):
     return Net()
 
 
-def fit(lightning, net, rule, epochs: int, path=None, resume=None):
+def fit(lightning, net, averaging, epochs: int, path=None, resume=None):
     """Train; save a checkpoint to `path` after the last epoch."""
-    from lightning.pytorch.callbacks import Callback, WeightAveraging
+    from lightning.pytorch.callbacks import Callback
 
     class Saver(Callback):
         def on_train_epoch_end(self, trainer, module):
@@ -181,7 +227,6 @@ def fit(lightning, net, rule, epochs: int, path=None, resume=None):
 
     random = torch.Generator().manual_seed(0)
     batches = [torch.rand(6, 3, generator=random) for _ in range(7)]
-    averaging = WeightAveraging(rule=rule)
     trainer = lightning.Trainer(
         max_epochs=epochs,
         accelerator="cpu",
@@ -209,10 +254,19 @@ def assert_near(got, expected):
 
 
 @pytest.mark.filterwarnings("ignore")  # Lightning's own: workers of loaders, rich, checkpoints
-def test_lightnings_callback_trains_validates_saves_and_resumes(lightning, tmp_path):
-    rule = AnytimeWindow(0.5)
+@pytest.mark.parametrize(
+    ("make", "rule", "more"),
+    [
+        (tail_averaging, AnytimeWindow(0.5), {"_extra_state"}),
+        (growing_averaging, Exponential(0.5), set()),
+    ],
+    ids=["our class", "our function"],
+)
+def test_lightnings_callback_trains_validates_saves_and_resumes(
+    lightning, tmp_path, make, rule, more
+):
     whole = lightning_net(lightning)
-    averaged = fit(lightning, whole, rule, epochs=4)
+    averaged = fit(lightning, whole, make(rule), epochs=4)
     assert len(whole.steps) == averaged.n_averaged == 28
     assert [step for step in whole.validated if step] == [7, 14, 21, 28]
     for step, seen in whole.validated.items():
@@ -223,9 +277,9 @@ def test_lightnings_callback_trains_validates_saves_and_resumes(lightning, tmp_p
 
     path = tmp_path / "half.ckpt"
     half = lightning_net(lightning)
-    fit(lightning, half, rule, epochs=2, path=path)
+    fit(lightning, half, make(rule), epochs=2, path=path)
     checkpoint = torch.load(path, weights_only=True)
-    assert set(checkpoint["averaging_state"]) == {"n_averaged", "_extra_state"}
+    assert set(checkpoint["averaging_state"]) == {"n_averaged"} | more
     assert checkpoint["averaging_state"]["n_averaged"] == 14
     kept = {name: wide(x) for name, x in checkpoint["state_dict"].items()}
     assert_near(kept, average_of(half.steps, rule))
@@ -234,8 +288,14 @@ def test_lightnings_callback_trains_validates_saves_and_resumes(lightning, tmp_p
         np.testing.assert_array_equal(current[name], values)
 
     resumed = lightning_net(lightning, seed=9)
-    averaged = fit(lightning, resumed, rule, epochs=4, resume=path)
+    averaged = fit(lightning, resumed, make(rule), epochs=4, resume=path)
     assert (len(resumed.steps), averaged.n_averaged) == (14, 28)
     for name, values in whole.steps[-1].items():
         np.testing.assert_array_equal(resumed.steps[-1][name], values)
     assert bits(named(resumed)) == bits(named(whole))
+
+
+def test_lightnings_callback_can_be_sent_to_other_processes(lightning):
+    callback = growing_averaging(Exponential(0.25))
+    for again in (copy.deepcopy(callback), pickle.loads(pickle.dumps(callback))):
+        assert again._kwargs == callback._kwargs

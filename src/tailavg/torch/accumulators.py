@@ -88,7 +88,7 @@ class Accumulators(Store):
         self.whole = True  # False while anything changes
         self.dtype = dtype
         self.device = None if device is None else torch.empty(0, device=device).device
-        accumulators = rule.accumulators
+        self._blocks = rule.accumulators
         members: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             # 8-bit floats have no promotion rules
@@ -98,7 +98,7 @@ class Accumulators(Store):
                 dtype if small else torch.promote_types(dtype, tensor.dtype),
             )
             members.setdefault(kind, {})[name] = tensor
-        self._groups = [_Group(*kind, tensors, accumulators) for kind, tensors in members.items()]
+        self._groups = [_Group(*kind, tensors, self._blocks) for kind, tensors in members.items()]
 
         self.bind(tensors)
 
@@ -164,7 +164,7 @@ class Accumulators(Store):
                 for name, view in group.views(flat)
             }
 
-        means = zip(*(group.means for group in self._groups), strict=True)
+        means = ([group.means[i] for group in self._groups] for i in range(self._blocks))
         return [views(flats) for flats in means], [views([group.sum for group in self._groups])]
 
     def state_dict(self, like: Mapping[str, Tensor] | None = None) -> dict[str, Any]:

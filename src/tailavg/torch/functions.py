@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,11 +16,37 @@ __all__ = ["growing_avg_fn", "growing_multi_avg_fn"]
 Tensors = tuple[Tensor, ...] | list[Tensor]
 
 
+@dataclass(frozen=True)
+class GrowingMultiAvgFn:
+    """Objects, unlike closures, can be copied and sent to other processes."""
+
+    rule: Exponential
+
+    @torch.no_grad()
+    def __call__(self, averaged: Tensors, current: Tensors, updates: Tensor | int) -> None:
+        if _is_averaged(averaged[0]):  # all have the same dtype
+            torch._foreach_lerp_(averaged, current, self.rule.weight(int(updates) + 1))
+        else:
+            torch._foreach_copy_(averaged, current)
+
+
+@dataclass(frozen=True)
+class GrowingAvgFn:
+    rule: Exponential
+
+    @torch.no_grad()
+    def __call__(self, averaged: Tensor, current: Tensor, updates: Tensor | int) -> Tensor:
+        if not _is_averaged(averaged):
+            return current
+        return averaged.lerp(current.to(averaged.dtype), self.rule.weight(int(updates) + 1))
+
+
 def growing_multi_avg_fn(window: AnyWindow) -> Callable[[Tensors, Tensors, Tensor | int], None]:
     """A `multi_avg_fn` for `torch.optim.swa_utils.AveragedModel`.
 
     The average is `Exponential(window)`: after every update it has the variance of a mean over the
-    window. Integer buffers, which `use_buffers=True` passes as well, are copied.
+    window. Integer buffers, which `use_buffers=True` passes as well, are copied. What it returns
+    can be copied and pickled, as `ddp_spawn` does.
 
     Examples:
         >>> from torch.optim.swa_utils import AveragedModel
@@ -27,16 +54,7 @@ def growing_multi_avg_fn(window: AnyWindow) -> Callable[[Tensors, Tensors, Tenso
         >>> averaged = AveragedModel(model, multi_avg_fn=growing_multi_avg_fn(0.25))
         >>> averaged.update_parameters(model)
     """
-    rule = Exponential(window)
-
-    @torch.no_grad()
-    def update(averaged: Tensors, current: Tensors, updates: Tensor | int) -> None:
-        if _is_averaged(averaged[0]):  # all have the same dtype
-            torch._foreach_lerp_(averaged, current, rule.weight(int(updates) + 1))
-        else:
-            torch._foreach_copy_(averaged, current)
-
-    return update
+    return GrowingMultiAvgFn(Exponential(window))
 
 
 def growing_avg_fn(window: AnyWindow) -> Callable[[Tensor, Tensor, Tensor | int], Tensor]:
@@ -47,15 +65,7 @@ def growing_avg_fn(window: AnyWindow) -> Callable[[Tensor, Tensor, Tensor | int]
         >>> average(torch.tensor([1.0]), torch.tensor([5.0]), 3)
         tensor([2.])
     """
-    rule = Exponential(window)
-
-    @torch.no_grad()
-    def update(averaged: Tensor, current: Tensor, updates: Tensor | int) -> Tensor:
-        if not _is_averaged(averaged):
-            return current
-        return averaged.lerp(current.to(averaged.dtype), rule.weight(int(updates) + 1))
-
-    return update
+    return GrowingAvgFn(Exponential(window))
 
 
 def _is_averaged(tensor: Tensor) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -14,26 +14,57 @@ from torch.nn import Module
 from tailavg.core import profile as profiles
 from tailavg.core.rules import AnyTail, Rule, as_rule, windowed
 from tailavg.core.state import nothing_yet
-from tailavg.core.windows import AnyWindow, Reals
+from tailavg.core.windows import AnyWindow, Reals, positive_int
 from tailavg.torch.accumulators import Accumulators
 from tailavg.torch.swap import Aside
 from tailavg.torch.tracking import Buffers, Tracking, is_sharded, outside_autograd, unwrap
 
 __all__ = ["AveragedModel"]
 
+Device = torch.device | str | int | None
+
+
+class _Hook:
+    """Lets an averaged model's module catch up, when someone who holds it calls or saves it.
+
+    It has an owner while the module is behind. That of a copy of the module alone does nothing.
+    """
+
+    owner: AveragedModel | None = None
+
+    def __call__(self, *_: Any) -> None:
+        # what is compiled or traced must not have the averaging in it
+        if torch.compiler.is_dynamo_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+            return
+        if self.owner is not None:
+            if torch.compiler.is_compiling():
+                raise RuntimeError(
+                    "export: expected a module with the average, got one that waits for it since "
+                    "the last update; export averaged.module, and not a module held before"
+                )
+            self.owner._show_holders()
+
+    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
+        return _Hook, ()
+
 
 class AveragedModel(Module):
     """A drop-in for `torch.optim.swa_utils.AveragedModel`: a copy of a model with tail averages.
 
     Call `update_parameters(model)` after each step of the optimizer, then call this like the model.
-    The average is computed on demand: by `module`, `forward`, `parameters()` and `state_dict()`.
-    Before the first update the copy has the weights of the original.
+    The average is computed on demand: by `module`, `forward`, `parameters()` and `state_dict()`,
+    and when a module that you hold is called or gives its `state_dict()`. Before the first update
+    the copy has the weights of the original.
 
     Args:
         model: The model to copy. Sharded models cannot be copied: use `ParameterAverage`.
         rule: A number, a window or a rule with a window, as in `ParameterAverage`.
-        device: Where to keep the copy and the accumulators; by default with the model.
-        use_buffers: Average floating point buffers as well, instead of copying them at each update.
+        device: Where to keep the copy and the accumulators; by default with the model. In second
+            place, as in torch, it must be a string or a `torch.device`: an int there is a rule.
+        use_buffers: Torch's name for `buffers="average"`, and if False, for not doing so.
+        buffers: `"copy"`: the copy has the buffers of the model at the last update; `"average"`:
+            floating point buffers are averaged as well; `"skip"`: it keeps those that it has.
+        update_every: Count only every n-th call of `update_parameters`.
 
     Examples:
         >>> model = torch.nn.Linear(1, 1, bias=False)
@@ -48,15 +79,44 @@ class AveragedModel(Module):
     n_averaged: Tensor
     module: Module
 
-    @outside_autograd
+    @overload
     def __init__(
         self,
         model: Module,
         rule: AnyWindow | Rule,
-        device: torch.device | str | int | None = None,
-        use_buffers: bool = False,
-    ) -> None:
+        device: Device = None,
+        use_buffers: bool | None = None,
+        *,
+        buffers: Buffers | None = None,
+        update_every: int = 1,
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self,
+        model: Module,
+        device: torch.device | str | None,
+        *,
+        rule: AnyWindow | Rule,
+        use_buffers: bool | None = None,
+        buffers: Buffers | None = None,
+        update_every: int = 1,
+    ) -> None: ...
+
+    def __init__(self, model: Module, *args: Any, **options: Any) -> None:
         super().__init__()
+        self._set_up(model, **_by_name(args, options))
+
+    @outside_autograd
+    def _set_up(
+        self,
+        model: Module,
+        rule: AnyWindow | Rule,
+        device: Device = None,
+        use_buffers: bool | None = None,
+        buffers: Buffers | None = None,
+        update_every: int = 1,
+    ) -> None:
         rule = as_rule(rule)
         if isinstance(rule, AnyTail):
             raise TypeError(
@@ -68,44 +128,108 @@ class AveragedModel(Module):
                 "model: expected one that can be copied, got a sharded one; use ParameterAverage, "
                 "which makes no copy"
             )
-        self._shown = 0  # the count at which the module got the average
-        self.use_buffers = use_buffers
+        if buffers is None:
+            buffers = "average" if use_buffers else "copy"
+        elif use_buffers is not None and use_buffers != (buffers == "average"):
+            raise ValueError(
+                "use_buffers: expected True with buffers='average' and False otherwise, got "
+                f"{use_buffers!r} with buffers={buffers!r}; leave use_buffers out"
+            )
+        self.use_buffers = buffers == "average"
+        self._every = positive_int(update_every, "update_every")
+        self._options = {"buffers": buffers}
         module = deepcopy(unwrap(model))
         if device is not None:
             module.to(device)
+        self._target = Tracking(module, **self._options)
+        self._accumulators = Accumulators(rule, self._target.locals, torch.float32, device)
+        self._source: Tracking | None = None
+        self._path: list[str] = []  # to the source, inside of wrappers
+        self._shown = 0  # the count at which the module got the average
+        # what to copy into the module then, unless someone wrote there since the update
+        self._rest: list[tuple[str, Tensor, int, Tensor]] = []
+        self._hook, self._hooked = _Hook(), False
         self.module = module
         self.register_buffer("n_averaged", torch.tensor(0, dtype=torch.long, device=device))
-        buffers: Buffers = "average" if use_buffers else "copy"
-        self._options = {"buffers": buffers}
-        self._target = Tracking(module, **self._options)
-        self._source: Tracking | None = None
-        self._accumulators = Accumulators(as_rule(rule), self._target.locals, torch.float32, device)
 
     @outside_autograd
     def update_parameters(self, model: Module) -> None:
-        """Take the model's current parameters as one sample."""
-        if self._target.buffers:
+        """Take the model's current parameters as one sample.
+
+        The model may come in a wrapper without tensors of its own, under which it has the same
+        names.
+        """
+        if self._accumulators.calls + 1 < self._every:
+            self._accumulators.calls += 1
+            return
+        if not self._hooked:
             self._target.refresh(self._move)
+            for hooks in self._hooks():
+                hooks[-id(self._hook)] = self._hook  # torch's own ids are not negative
+            self._hooked = True
         source = self._source
-        if source is None or source.module is not unwrap(model) or not source.is_current():
-            source = self._target.of(model, self._options)
-            if source.apart:
-                alias, name, _ = source.apart[0]
-                raise ValueError(
-                    f"model: {alias}: expected the same tensor as {name}, as in the averaged "
-                    "model, got another one"
-                )
-            self._source = None  # until all tensors are bound
-            self._accumulators.bind(source.locals)
-            self._source = source
-        buffers = source.buffers
+        if source is None or source.module is not self._inside(model) or not source.is_current():
+            source = self._bind(model)
+        theirs, mine = self._copied(source), self._copied(self._target)
 
-        def copy_the_rest() -> None:
-            for name, buffer in self._target.buffers.items():
-                buffer.copy_(buffers[name])
+        def keep_the_rest() -> None:
+            self._rest = [
+                (name, tensor, tensor._version, theirs[name].clone())
+                for name, tensor in mine.items()
+            ]
             self.n_averaged.fill_(self.count)
+            self._hook.owner = self
 
-        self._accumulators.add(copy_the_rest)
+        self._accumulators.add(keep_the_rest)
+
+    def _bind(self, model: Module) -> Tracking:
+        """Take samples from this model from now on."""
+        self._target.refresh(self._move)
+        path: list[str] = []
+        inside = unwrap(model)
+        refusal: ValueError | None = None
+        while True:
+            try:
+                source = self._target.of(inside, self._options)
+                break
+            except ValueError as error:
+                refusal = refusal or error
+                name, part = _wrapped(inside)
+                if part is None:
+                    raise refusal from None
+                path.append(name)
+                inside = unwrap(part)
+        if source.apart:
+            alias, name, _ = source.apart[0]
+            raise ValueError(
+                f"model: {alias}: expected the same tensor as {name}, as in the averaged "
+                "model, got another one"
+            )
+        self._source = None  # until all tensors are bound
+        self._accumulators.bind(source.locals)
+        self._path = path
+        self._source = source
+        return source
+
+    def _inside(self, model: Module) -> Module | None:
+        """What the path leads to in a model."""
+        inside: Module | None = unwrap(model)
+        for name in self._path:
+            part = None if inside is None else inside._modules.get(name)
+            inside = None if part is None else unwrap(part)
+        return inside
+
+    def _copied(self, tracking: Tracking) -> dict[str, Tensor]:
+        """The tensors that follow the model and are not averaged."""
+        skip = self._options["buffers"] == "skip"
+        return tracking.parameters | ({} if skip else tracking.buffers)
+
+    def _hooks(self) -> Iterator[dict[Any, Any]]:
+        """The hooks that run before any part of the module is called or saved."""
+        module: Any = self._modules["module"]
+        for part in module.modules():
+            yield part._forward_pre_hooks
+            yield part._state_dict_pre_hooks
 
     @property
     def rule(self) -> Rule:
@@ -140,12 +264,34 @@ class AveragedModel(Module):
 
     @outside_autograd
     def _catch_up(self) -> None:
-        """Compute the average, unless it is up to date."""
+        """Compute the average, unless it is up to date, and hand out a module without hooks."""
         self._accumulators.require_whole()
         if self._shown != self.count:
             self._target.refresh(self._move)
-            self._accumulators.write(self._accumulators.clock.terms(), self._target.locals)
-            self._shown = self.count
+            self._show()
+        if self._hooked:
+            for hooks in self._hooks():
+                hooks.pop(-id(self._hook), None)
+            self._hooked = False
+
+    @outside_autograd
+    def _show_holders(self) -> None:
+        """Catch up for those who hold the module, unless other tensors are in it for a while."""
+        self._accumulators.require_whole()
+        if self._target.is_current():
+            self._show()
+        else:
+            self._source = None  # they stay if they are there at the next update
+
+    def _show(self) -> None:
+        self._accumulators.write(self._accumulators.clock.terms(), self._target.locals)
+        mine = self._copied(self._target)
+        for name, tensor, version, value in self._rest:
+            now = mine.get(name)
+            if now is not None and (now is not tensor or now._version == version):
+                now.copy_(value)
+        self._shown, self._hook.owner = self.count, None
+        self._rest = []
 
     # Every way to read the module.
 
@@ -176,15 +322,15 @@ class AveragedModel(Module):
 
     def get_extra_state(self) -> dict[str, Any]:
         """The state of the average, in the layout of `tailavg.core.state`."""
-        return self._accumulators.state_dict()
+        return self._accumulators.state_dict() | {"calls": self._accumulators.calls}
 
     @outside_autograd
     def set_extra_state(self, state: Any) -> None:
         """Resume from a state of the average; None stands for one that is loaded later."""
         try:
             if state is not None:
-                self._accumulators.loaded(state, self._target)()
-                self._shown = self.count
+                self._accumulators.loaded(state, self._target, self._every)()
+                self._shown, self._hook.owner = self.count, None
         finally:
             self.n_averaged.fill_(self.count)  # torch may have loaded another one
 
@@ -204,9 +350,11 @@ class AveragedModel(Module):
                 "state of an average, as torch's own AveragedModel saves it; to start a new "
                 "average from those weights, load them into the model and call update_parameters"
             )
+        if self._accumulators.whole:
+            self._catch_up()  # so that all that may have to be put back is in the module
         self._target.refresh()
         accumulators, target = self._accumulators, self._target
-        resume = accumulators.loaded(state_dict["_extra_state"], target)
+        resume = accumulators.loaded(state_dict["_extra_state"], target, self._every)
         weights = OrderedDict(state_dict)
         weights["_extra_state"] = None  # later
         if "n_averaged" in weights:
@@ -224,10 +372,14 @@ class AveragedModel(Module):
             aside.put_back()
             accumulators.whole = whole
             raise
-        self._shown = state_dict["_extra_state"]["count"]
+        self._shown, self._hook.owner = state_dict["_extra_state"]["count"], None
         self.n_averaged.fill_(self._shown)
         resume()
         return keys
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the module: this itself would be compiled again after every update."""
+        self.module.compile(*args, **kwargs)
 
     @outside_autograd
     def _apply(self, fn: Any, recurse: bool = True) -> AveragedModel:
@@ -245,3 +397,43 @@ class AveragedModel(Module):
         """Leave the model of the last update out of copies and pickles."""
         self._catch_up()
         return self.__dict__ | {"_source": None}
+
+
+def _by_name(args: tuple[Any, ...], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of an averaged model, in its own order or in torch's."""
+    as_torch = bool(args) and (args[0] is None or isinstance(args[0], str | torch.device))
+    names = ["device", "avg_fn", "multi_avg_fn"] if as_torch else ["rule", "device"]
+    names.append("use_buffers")
+    given = dict(zip(names, args, strict=False))
+    if len(args) > len(names):
+        raise TypeError(f"expected at most model, {', '.join(names)} by position, got more")
+    for name in given:
+        if name in options:
+            hint = "; a device of a number goes by its name: device=…" if name == "rule" else ""
+            raise TypeError(
+                f"{name}: expected it once, got {given[name]!r} by position and "
+                f"{options[name]!r} by name{hint}"
+            )
+    given |= options
+    for name in ("avg_fn", "multi_avg_fn"):
+        if given.pop(name, None) is not None:
+            raise TypeError(
+                f"{name}: expected a rule in its place: get_ema_{name}(decay) is "
+                "rule=Exponential(k) with k = (1 + decay) / (1 - decay), so 0.999 is "
+                "Exponential(1999); an equal average, as get_swa_avg_fn() makes, is rule=1.0"
+            )
+    if given.get("rule") is None:
+        raise TypeError(
+            "rule: expected a number, a window or a rule, as in AveragedModel(model, 0.25) or "
+            "AveragedModel(model, device, rule=0.25), got none; the equal average of torch's "
+            "class is rule=1.0"
+        )
+    return given
+
+
+def _wrapped(module: Module) -> tuple[str, Module | None]:
+    """The only part of a module that has tensors, and its name; None if there is no such part."""
+    names = {name.partition(".")[0] for name, _ in module.named_parameters()}
+    names |= {name.partition(".")[0] for name, _ in module.named_buffers()}
+    name = names.pop() if len(names) == 1 else ""
+    return name, module._modules.get(name)

@@ -113,6 +113,11 @@ class ParameterAverage:
             "buffers": buffers,
         }
         self._tracking = Tracking(model, **self._options)
+        if not self._tracking.averaged:
+            raise ValueError(
+                "expected at least one floating point tensor to average, got none; "
+                "include and exclude choose them by name"
+            )
         self._accumulators = Accumulators(self._rule, self._tracking.locals, dtype, device)
         self._aside: Aside | None = None  # the training weights, during a swap
         self._handle: RemovableHandle | None = None

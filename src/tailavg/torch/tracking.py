@@ -93,6 +93,12 @@ def sharded_like(shard: Tensor, like: Tensor) -> Tensor:
 def _walk(module: Module, prefix: str = "") -> Iterator[tuple[str, Module]]:
     """Every module with its prefix, unwrapped; shared modules appear once for each name."""
     module = unwrap(module)
+    if isinstance(module, torch.jit.ScriptModule):
+        raise TypeError(
+            f"model: expected modules of Python, got a scripted or traced one{prefix and ': '}"
+            f"{prefix.rstrip('.')}; average the module that it was made from, whose parameters "
+            "it shares, or give its named_parameters() to ParameterAverage"
+        )
     yield prefix, module
     for name, child in module._modules.items():
         if child is not None:
@@ -170,11 +176,6 @@ class Tracking:
         self._adopt(self._look())
         self.settle()
         self.forms = {name: _form(tensor) for name, tensor in self.averaged.items()}
-        if not self.averaged:
-            raise ValueError(
-                "expected at least one floating point tensor to average, got none; "
-                "include and exclude choose them by name"
-            )
 
     def _tensors(self) -> Iterator[tuple[str, Tensor, bool]]:
         """Every tensor under each of its names, and whether it is a buffer."""

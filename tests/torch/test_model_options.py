@@ -1,0 +1,265 @@
+"""Arguments of AveragedModel in its own order and in torch's, its options and its sources."""
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import swa_utils
+
+from averaged_models import walked
+from tailavg import AnytimeWindow, Exponential
+from tailavg.torch import AveragedModel, ParameterAverage, growing_avg_fn, growing_multi_avg_fn
+from torch_models import History, Walk, assert_averages, bits, named, saved, small, snapshot
+
+ORDERS = {
+    "rule": ((10,), {}),
+    "rule by name": ((), {"rule": 10}),
+    "rule, device": ((10, "cpu"), {}),
+    "rule, device, buffers": ((10, None, False), {}),
+    "device, rule by name": (("cpu",), {"rule": 10}),
+    "device of torch": ((torch.device("cpu"),), {"rule": 10}),
+    "no device": ((None,), {"rule": 10}),
+    "torch's order": (("cpu", None, None, False), {"rule": 10}),
+    "torch's names": ((), {"device": "cpu", "avg_fn": None, "use_buffers": False, "rule": 10}),
+}
+
+
+@pytest.mark.parametrize(("args", "options"), ORDERS.values(), ids=ORDERS)
+def test_a_device_may_be_second_as_in_torch(args, options):
+    model = small()
+    averaged = AveragedModel(model, *args, **options)
+    assert averaged.rule == AnytimeWindow(10)
+    assert averaged.n_averaged.device.type == "cpu"
+    assert averaged.use_buffers is False
+    averaged.update_parameters(model)
+
+
+def test_a_device_is_a_device_in_either_place():
+    for args, options in (((10, "meta"), {}), (("meta",), {"rule": 10})):
+        with pytest.raises(ValueError, match="meta device"):
+            AveragedModel(small(), *args, **options)
+
+
+WRONG = {
+    "no rule": ((), {}, "rule: expected .*AveragedModel\\(model, device, rule=0.25\\).*rule=1.0"),
+    "no rule but a device": (("cpu",), {}, "rule: expected .*got none"),
+    "a device index": ((0,), {"rule": 10}, "rule: expected it once, got 0.*device="),
+    "two devices": ((10, "cpu"), {"device": "cpu"}, "device: expected it once"),
+    "too many": ((10, "cpu", True, 4), {}, "at most model, rule, device, use_buffers"),
+    "an unknown name": ((10,), {"buffer": "copy"}, "buffer"),
+    "ema": (
+        ("cpu",),
+        {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.999)},
+        r"multi_avg_fn: .*Exponential\(k\) with k = \(1 \+ decay\) / \(1 - decay\)",
+    ),
+    "swa": ((), {"avg_fn": swa_utils.get_swa_avg_fn()}, "avg_fn: .*rule=1.0"),
+    "by position": (("cpu", swa_utils.get_ema_avg_fn(0.9)), {}, "avg_fn: .*Exponential"),
+    "ours": ((10,), {"multi_avg_fn": growing_multi_avg_fn(0.25)}, "multi_avg_fn: expected a rule"),
+    "ours, singly": ((10,), {"avg_fn": growing_avg_fn(0.25)}, "avg_fn: expected a rule"),
+}
+
+
+@pytest.mark.parametrize(("args", "options", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_arguments_say_what_to_change(args, options, message):
+    with pytest.raises(TypeError, match=message):
+        AveragedModel(small(), *args, **options)
+
+
+def test_the_rule_that_stands_for_a_decay_is_the_same_in_the_long_run():
+    decay, model = 0.9, nn.Linear(1, 1, bias=False).double()
+    rule = Exponential(round((1 + decay) / (1 - decay)))
+    theirs = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(decay))
+    ours, walk = AveragedModel(model, rule), Walk(model)
+    for _ in range(300):  # until the first sample, which torch begins with, is forgotten
+        walk.step()
+        ours.update_parameters(model)
+        theirs.update_parameters(model)
+    torch.testing.assert_close(ours.module.weight, theirs.module.weight, rtol=1e-10, atol=0)
+
+
+def test_only_every_so_many_calls_count_and_a_resume_goes_on():
+    model, rule = small(), AnytimeWindow(0.5)
+    averaged = AveragedModel(model, rule, update_every=3)
+    whole = AveragedModel(model, rule, update_every=3)
+    parameters = ParameterAverage(model, rule, update_every=3)
+    walk, history = Walk(model), History(model)
+    before = bits(averaged.module)
+    for call in range(1, 101):
+        walk.step()
+        model(torch.rand(6, 3))
+        averaged.update_parameters(model)
+        whole.update_parameters(model)
+        parameters.update()
+        if call % 3 == 0:
+            history.record()
+        assert averaged.count == averaged.n_averaged == call // 3
+        if call < 3:
+            assert bits(averaged.module) == before
+        if call % 7 == 0:
+            state = saved(averaged.state_dict())
+            averaged = AveragedModel(small(seed=call), rule, update_every=3)
+            averaged.load_state_dict(state)
+    assert_averages(named(averaged.module), history.average(rule))
+    assert bits(averaged.module) == bits(whole.module)
+    assert snapshot(averaged.get_extra_state()) == snapshot(parameters.state_dict())
+    for bad in (0, 1.5, True):
+        with pytest.raises((TypeError, ValueError), match="update_every"):
+            AveragedModel(model, rule, update_every=bad)
+
+
+def test_buffers_may_be_copied_averaged_or_skipped():
+    kinds = {"copy": False, "average": True, "skip": False}
+    for buffers, average in kinds.items():
+        model = small()
+        start = bits(dict(model.named_buffers()))
+        averaged = AveragedModel(model, 10, buffers=buffers)
+        same = AveragedModel(model, 10, buffers=buffers, use_buffers=average)
+        torchs = AveragedModel(model, 10, use_buffers=average)
+        for _ in range(12):
+            model(torch.rand(6, 3))
+            for one in (averaged, same, torchs):
+                one.update_parameters(model)
+        assert averaged.use_buffers is average
+        assert bits(averaged) == bits(same)
+        if buffers == "skip":
+            assert bits(dict(averaged.module.named_buffers())) == start
+        else:
+            assert bits(averaged) == bits(torchs)
+        with pytest.raises(ValueError, match=r"use_buffers: expected .*leave use_buffers out"):
+            AveragedModel(model, 10, buffers=buffers, use_buffers=not average)
+    with pytest.raises(ValueError, match="buffers: expected one of"):
+        AveragedModel(small(), 10, buffers="keep")
+
+
+# Models with nothing to average: the copy follows
+
+
+class Counter(nn.Module):
+    """Whole numbers, as a parameter and as a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.codes = nn.Parameter(torch.tensor([1, 2]), requires_grad=False)
+        self.register_buffer("steps", torch.tensor(0))
+
+    def forward(self, x):
+        return x * self.steps + self.codes.sum()
+
+
+@pytest.mark.parametrize("make", [nn.Tanh, Counter], ids=["empty", "whole numbers"])
+@pytest.mark.parametrize("rule", [AnytimeWindow(4), Exponential(0.5)], ids=str)
+def test_a_model_with_nothing_to_average_is_followed(make, rule):
+    model = make()
+    averaged = AveragedModel(model, rule)
+    held = averaged.module
+    for t in range(1, 30):
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.add_(t)
+        averaged.update_parameters(model)
+        assert averaged.count == averaged.n_averaged == t
+        torch.testing.assert_close(held(torch.ones(2)), model(torch.ones(2)), rtol=0, atol=0)
+        resumed = AveragedModel(make(), rule)
+        resumed.load_state_dict(saved(averaged.state_dict()))
+        assert bits(resumed) == bits(averaged)
+        averaged = resumed
+        held = averaged.module
+
+
+def test_whole_numbers_follow_the_model_beside_averages():
+    model = nn.ModuleList([Counter(), nn.Linear(1, 1)])
+    averaged, walk, history = walked(model, AnytimeWindow(4), 10)
+    model[0].codes.fill_(7)
+    walk.step()
+    averaged.update_parameters(model)
+    history.record()
+    assert (averaged.module[0].codes == 7).all()
+    assert_averages(named(averaged.module), history.average(AnytimeWindow(4)))
+
+
+# Sources in wrappers of other libraries, and scripted ones
+
+
+class Wrapper(nn.Module):
+    def __init__(self, model, name):
+        super().__init__()
+        self.name, self.loss = name, nn.MSELoss()
+        setattr(self, name, model)
+
+    def forward(self, x):
+        return getattr(self, self.name)(x)
+
+
+WRAPPERS = {
+    "module": lambda model: Wrapper(model, "module"),
+    "_forward_module": lambda model: Wrapper(model, "_forward_module"),
+    "two": lambda model: Wrapper(Wrapper(model, "module"), "inner"),
+    "parallel": lambda model: Wrapper(nn.DataParallel(model), "inner"),
+    "compiled": lambda model: Wrapper(torch.compile(model, backend="eager"), "inner"),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_the_source_may_come_in_any_wrapper_without_tensors(wrap, monkeypatch):
+    model = small()
+    wrapped = wrap(model)
+    averaged, reference, walk = AveragedModel(model, 10), AveragedModel(model, 10), Walk(model)
+    bound = []
+    bind = AveragedModel._bind
+    monkeypatch.setattr(AveragedModel, "_bind", lambda *args: bound.append(1) or bind(*args))
+    for step in range(25):
+        walk.step()
+        averaged.update_parameters(model if step == 12 else wrapped)
+        reference.update_parameters(model)
+    assert bits(averaged) == bits(reference)
+    assert len(bound) == 4, "only when the source changes"
+    other = wrap(small(seed=1))
+    averaged.update_parameters(other)
+    assert averaged.count == 26
+
+
+def test_a_wrapper_whose_model_is_replaced_is_noticed():
+    first, second = small(), small(seed=1)
+    wrapper = Wrapper(first, "module")
+    averaged, history = AveragedModel(first, AnytimeWindow(1.0)), History()
+    for model in (first, second, first):
+        wrapper.module = model
+        averaged.update_parameters(wrapper)
+        history.record(named(model))
+    assert_averages(named(averaged.module), history.average(AnytimeWindow(1.0)))
+
+
+def test_a_wrapper_with_tensors_or_other_names_is_refused():
+    averaged, _, _ = walked(small(), 10, 5)
+    before = bits(averaged)
+    scaled = Wrapper(small(), "module")
+    scaled.scale = nn.Parameter(torch.ones(()))
+    short = Wrapper(small()[:2], "module")
+    for source, name in ((scaled, "scale"), (short, r"module\.0\.weight|3\.weight")):
+        with pytest.raises(ValueError, match=name):
+            averaged.update_parameters(source)
+        assert bits(averaged) == before
+        assert averaged.count == 5
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_scripted_modules_are_refused_clearly():
+    model = small().eval()
+    averaged = AveragedModel(model, 10)
+    scripted = torch.jit.script(model)
+    traced = torch.jit.trace(model, torch.rand(2, 3))
+    for module in (scripted, traced, nn.Sequential(nn.Linear(3, 3), scripted)):
+        for make in (AveragedModel, ParameterAverage):
+            with pytest.raises(TypeError, match="scripted or traced one"):
+                make(module, 10)
+        with pytest.raises(TypeError, match="scripted or traced one"):
+            averaged.update_parameters(module)
+    # as the message says: the parameters are the same
+    with torch.no_grad():
+        dict(scripted.named_parameters())["0.weight"].fill_(3.0)
+    averaged.update_parameters(model)
+    assert (averaged.module[0].weight == 3.0).all()
+    assert torch.equal(
+        torch.jit.script(averaged.module)(torch.ones(2, 3)), averaged(torch.ones(2, 3))
+    )
+    average = ParameterAverage(scripted.named_parameters(), 10)
+    average.update()
+    assert (average.averaged_state_dict()["0.weight"] == 3.0).all()
