@@ -143,8 +143,10 @@ class AveragedModel(Module):
         """Compute the average, unless it is up to date."""
         self._accumulators.require_whole()
         if self._shown != self.count:
+            source = self._source
+            frozen = source.frozen() if source is not None and source.is_current() else {}
             self._target.refresh(self._move)
-            self._accumulators.write(self._accumulators.clock.terms(), self._target.locals)
+            self._accumulators.write(self._accumulators.clock.terms(), self._target.locals, frozen)
             self._shown = self.count
 
     # Every way to read the module.
