@@ -107,6 +107,19 @@ def test_frozen_weights_of_an_averaged_model_stay_to_the_bit():
     assert frozen_bits(again.module) == before
 
 
+def test_frozen_parameters_given_as_tensors_stay_and_plain_tensors_are_averaged():
+    """Of a plain tensor nobody said that it stays: it moves by less than 128 floats here."""
+    frozen = nn.Parameter(torch.rand(100) + 1, requires_grad=False)
+    plain = torch.ones(100)
+    before = raw(frozen)
+    average = ParameterAverage([frozen, plain], 1.0)
+    for step in range(512):
+        plain.fill_(1 + 2.0**-17 * (step % 2))
+        average.update()
+    assert raw(average.averaged_state_dict()["0"]) == before
+    np.testing.assert_allclose(wide(average.averaged_state_dict()["1"]), 1 + 2.0**-18, rtol=2e-7)
+
+
 @pytest.mark.parametrize("change", ["in place", "data", "assigned", "tiny", "one element"])
 def test_frozen_weights_that_are_changed_by_hand_are_averaged(change):
     """Also those that are changed so little that nothing but the numbers tells."""

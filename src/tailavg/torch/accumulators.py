@@ -28,7 +28,7 @@ _SMALL = 8192  # elements: smaller tensors are added together, since a call cost
 _BATCH = 32767  # elements: up to this size torch.cat is one loop
 _PART = 1 << 20  # elements read at a time: they stay in the shared cache
 _PART_ELSEWHERE = 1 << 22  # on an accelerator, where a call costs more
-_ROUNDING = 128  # times eps: the most that an average of equal numbers may be off
+_ROUNDING = 128  # floats: an average of equal numbers is at most so many away, see `_rounds_to`
 
 
 class _Piece(NamedTuple):
@@ -442,24 +442,6 @@ class _Group:
         def average(start: int, stop: int, out: Tensor) -> Tensor:
             return _combine([(weight, flat[start:stop]) for weight, flat in flats], out)
 
-        def rounds_to(name: str, tensor: Tensor) -> bool:
-            piece, flat = self.pieces[name], self._flat(name, tensor)
-            if flat.dim() != 1:
-                room = empty(piece.size, self.dtype, self.device)
-                return _close(piece.shaped(average(piece.start, piece.stop, room)), flat)
-            start = piece.start
-            for part in _split(flat, self._part):
-                stop = start + len(part)
-                if not _close(average(start, stop, self._stage[: len(part)]), part):
-                    return False
-                start = stop
-            return True
-
-        still = {
-            name: tensor
-            for name, tensor in frozen.items()
-            if name in self.pieces and rounds_to(name, tensor)
-        }
         for batch in self._batches:
             if batch:
                 targets = [self._flat(name, into[name]) for name in batch]
@@ -469,17 +451,17 @@ class _Group:
                 stage = average(start, stop, self._stage[: stop - start])
                 averages = stage.split([self.pieces[name].size for name in batch])  # type: ignore[no-untyped-call]
                 for name, target, values in zip(batch, targets, averages, strict=True):
-                    if name in still:
-                        into[name].copy_(still[name])
+                    piece = self.pieces[name]
+                    if name in frozen and _rounds_to(piece.shaped(values), frozen[name]):
+                        into[name].copy_(frozen[name])
                     else:
-                        piece = self.pieces[name]
                         target.copy_(values if target.dim() == 1 else piece.shaped(values))
         for name in self._large:
             target, piece = self._flat(name, into[name]), self.pieces[name]
-            if name in still:
+            if name in frozen and self._is_still(piece, self._flat(name, frozen[name]), average):
                 if before:
                     before([target])
-                into[name].copy_(still[name])
+                into[name].copy_(frozen[name])
                 continue
             if target.dim() != 1:
                 if before:
@@ -497,6 +479,21 @@ class _Group:
                 else:
                     part.copy_(average(start, stop, self._stage[: len(part)]))
                 start = stop
+
+    def _is_still(
+        self, piece: _Piece, flat: Tensor, average: Callable[[int, int, Tensor], Tensor]
+    ) -> bool:
+        """Whether the average of a large tensor is what it holds, up to rounding."""
+        if flat.dim() != 1:
+            room = empty(piece.size, self.dtype, self.device)
+            return _rounds_to(piece.shaped(average(piece.start, piece.stop, room)), flat)
+        start = piece.start
+        for part in _split(flat, self._part):
+            stop = start + len(part)
+            if not _rounds_to(average(start, stop, self._stage[: len(part)]), part):
+                return False
+            start = stop
+        return True
 
     def _parts(self, *flats: Tensor) -> Iterator[tuple[Tensor, ...]]:
         return zip(
@@ -522,13 +519,20 @@ def _split(flat: Tensor, size: int) -> tuple[Tensor, ...]:
     return parts
 
 
-def _close(average: Tensor, values: Tensor) -> bool:
-    """Whether an average may be that of these values alone, rounded."""
-    limits = torch.finfo(average.dtype)
-    # what is nearly 0 has fewer digits
-    return torch.allclose(
-        average, values.to(average), limits.eps * _ROUNDING, limits.tiny, equal_nan=True
-    )
+def _rounds_to(average: Tensor, values: Tensor) -> bool:
+    """Whether an average may be that of these values alone, rounded.
+
+    A sum of 256 equal numbers is at most 86 floats away: half a float for each addition.
+    """
+    if not average.numel():
+        return True
+    values = values.to(average).add(0.0)  # no negative zeros
+    if average.is_complex():
+        average, values = torch.view_as_real(average), torch.view_as_real(values)
+    # the bits of floats, as whole numbers, have the order of the floats
+    bits = torch.int32 if average.itemsize == 4 else torch.int64
+    low, high = torch.aminmax(average.view(bits) - values.view(bits))
+    return max(-int(low), int(high)) <= _ROUNDING
 
 
 def _combine(terms: Sequence[tuple[float, Tensor]], out: Tensor) -> Tensor:

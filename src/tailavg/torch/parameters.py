@@ -64,9 +64,9 @@ class ParameterAverage:
     (three for an `AnytimeWindow`) and one sum, and a copy of the weights during a swap.
 
     Args:
-        model: A module, pairs of names and tensors, or tensors alone, which go by their order. DDP
-            and `torch.compile` wrappers are unwrapped. Tied parameters, by name or by memory, are
-            kept once. Frozen ones come out as they are, to the bit.
+        model: A module, pairs of names and tensors, or tensors alone, which go by their order. DDP,
+            `torch.compile` and activation checkpointing are seen through. Tied parameters, by name
+            or by memory, are kept once. Frozen ones come out as they are, to the bit.
         rule: A number (an int n for the last n updates, a float in (0, 1] for the last fraction of
             them), a window or a rule.
         dtype: The lowest precision of the accumulators; those of float64 parameters are float64.

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 
 __all__ = [
@@ -320,9 +320,14 @@ class Tracking:
         self.settle()
 
     def frozen(self) -> dict[str, Tensor]:
-        """Of the tensors to average, those that no optimizer changes: they need no gradients."""
-        averaged = self.averaged.items()
-        return {name: self.locals[name] for name, tensor in averaged if not tensor.requires_grad}
+        """Of the tensors to average, frozen parameters and the buffers of a module."""
+        return {
+            name: self.locals[name]
+            for name, tensor in self.averaged.items()
+            # of a plain tensor without gradients nobody said that it stays
+            if not tensor.requires_grad
+            and (self.module is not None or isinstance(tensor, Parameter))
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """The model's state dict, with its own tensors."""
