@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -403,3 +404,33 @@ def update_every_rank(folder):
 
 def test_the_phase_of_update_every_is_in_a_checkpoint(tmp_path):
     assert all(on_ranks(2, update_every_rank, tmp_path))
+
+
+def checkpointed_rank(folder):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    states = []
+    for wrap in (False, True):
+        model = Net()
+        if wrap:
+            model.blocks = nn.ModuleList(checkpoint_wrapper(block) for block in model.blocks)
+        for part in (*model.blocks, model.low):
+            fully_shard(part, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        average = ParameterAverage(model, AnytimeWindow(0.5))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        average.attach(optimizer)
+        for _ in range(80):
+            model(TOKENS).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        full = average.full_state_dict()
+        assert list(full) == list(model.state_dict())
+        frozen = whole({"frozen.weight": model.frozen.weight.detach()})
+        assert bits({"frozen.weight": full["frozen.weight"]}) == bits(frozen)
+        states.append((local_state(average), bits(full)))
+    assert states[0] == states[1]
+    return True
+
+
+def test_shards_inside_checkpoint_wrappers_keep_their_names_and_frozen_ones_their_bits(tmp_path):
+    assert all(on_ranks(2, checkpointed_rank, tmp_path))

@@ -1,6 +1,8 @@
 """Memory: no copies of a model, no large temporaries, no history."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -69,6 +71,27 @@ def test_an_average_holds_no_history():
         average.update()
     after = {x.untyped_storage().data_ptr() for x in flat_tensors(average.state_dict())}
     assert len(after) <= len(storages)
+
+
+def test_an_average_keeps_its_model_alive_and_lets_go_of_it_at_once():
+    """No cycle needs to be collected, even when it is attached to an optimizer."""
+    gc.collect()
+    gc.disable()
+    try:
+        model = small()
+        average, seen = ParameterAverage(model, 10), weakref.ref(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        average.attach(optimizer)
+        optimizer.step()
+        with average.average_parameters():
+            pass
+        del model, optimizer
+        assert seen() is not None
+        assert list(average.averaged_state_dict()) == list(small().state_dict())
+        del average
+        assert seen() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("rule", [AnytimeWindow(20), Exponential(20)], ids=short)

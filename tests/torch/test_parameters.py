@@ -141,8 +141,9 @@ def test_rules_and_options_that_make_no_sense_are_refused():
         ParameterAverage(model, "a quarter")
     with pytest.raises((TypeError, ValueError)):
         ParameterAverage(model, -1)
-    with pytest.raises((TypeError, ValueError)):
-        ParameterAverage(model.parameters(), 10)  # no names
+    for start in (-1, 1.5, "2", True):
+        with pytest.raises((TypeError, ValueError), match="start_after"):
+            ParameterAverage(model, 10, start_after=start)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])

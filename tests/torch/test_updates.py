@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from cases import short
 from tailavg import AnytimeWindow, Exponential, TailAverage
 from tailavg.torch import ParameterAverage
 from torch_models import History, Walk, assert_averages, bits, saved, small, snapshot
@@ -55,6 +56,72 @@ def test_before_the_first_counted_update_nothing_can_be_read():
             average.averaged_state_dict()
     average.update()
     average.averaged_state_dict()
+
+
+@pytest.mark.parametrize(("start", "every"), [(0, 3), (1, 1), (7, 1), (7, 3)])
+@pytest.mark.parametrize("stop", [1, 6, 7, 8, 9, 10, 11, 20])
+def test_updates_before_the_start_do_not_count_and_a_resume_knows_it(start, every, stop):
+    rule, model = AnytimeWindow(4), small(norm=False)
+    options = {"start_after": start, "update_every": every}
+    average, whole = (ParameterAverage(model, rule, **options) for _ in range(2))
+    walk, history = Walk(model), History(model)
+    for call in range(1, 40):
+        walk.step()
+        average.update()
+        whole.update()
+        if call > start and (call - start) % every == 0:
+            history.record()
+        if call == stop:
+            state = saved(average.state_dict())
+            average = ParameterAverage(model, rule, **options)
+            average.load_state_dict(state)
+        assert average.count == whole.count == max(0, call - start) // every
+    assert snapshot(average.state_dict()) == snapshot(whole.state_dict())
+    assert_averages(average.averaged_state_dict(), history.average(rule))
+
+
+def test_calls_in_a_state_must_be_a_count():
+    average = ParameterAverage(small(), 10, start_after=3)
+    average.update()
+    state = snapshot(average.state_dict())
+    with pytest.raises(ValueError, match="calls"):
+        average.load_state_dict(average.state_dict() | {"calls": -1})
+    assert snapshot(average.state_dict()) == state
+    with pytest.raises(ValueError, match="1 of 4 calls"):
+        average.averaged_state_dict()
+
+
+@pytest.mark.parametrize("rule", [AnytimeWindow(0.3), Exponential(30)], ids=short)
+@pytest.mark.parametrize("first", [torch.float32, torch.float64], ids=["float32", "float64"])
+def test_accumulators_change_their_precision_and_go_on(rule, first):
+    second = torch.float64 if first == torch.float32 else torch.float32
+    model, history = small(norm=False), History()
+    model[0].double()
+    average, walk = ParameterAverage(model, rule, dtype=first), Walk(model)
+    calls = [{"dtype": second}, {"device": "cpu", "dtype": second}, {"device": second}]
+    for step in range(600):
+        if step in (100, 300, 555):
+            change = calls.pop()
+            average.to(**change)
+            average.to(first)
+            before = average.averaged_state_dict(torch.float64)
+            average.to(**change)
+            after = average.averaged_state_dict(torch.float64)
+            for name, values in before.items():
+                torch.testing.assert_close(after[name], values, rtol=4e-6, atol=0)
+            kinds = {name: x.dtype for name, x in average.state_dict()["partial"].items()}
+            assert kinds["2.weight"] == second
+            assert kinds["0.weight"] == torch.float64
+            assert average.state_dict()["dtype"] == str(second).removeprefix("torch.")
+        walk.step()
+        average.update()
+        history.record(dict(model.named_parameters()))
+    assert_averages(average.averaged_state_dict(), history.average(rule))
+    fresh = ParameterAverage(model, rule, dtype=second)
+    fresh.load_state_dict(saved(average.state_dict()))
+    assert snapshot(fresh.state_dict()) == snapshot(average.state_dict())
+    with pytest.raises(TypeError, match="dtype"):
+        average.to(torch.bfloat16)
 
 
 def test_attached_to_an_optimizer_every_step_counts_whatever_the_accumulation():

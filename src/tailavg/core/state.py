@@ -19,8 +19,8 @@ When samples are numbers, `blocks` is a list and the whole state is JSON: a comp
 of its two parts, and one in extended precision is a string.
 
 In averages of models, each block and `partial` are dicts of arrays by name. `calls` may be there,
-too: the number of calls since the last sample, if only every n-th counts. What one framework saved
-another one loads.
+too: the number of calls since the last sample, or since the start, if not every call counts. What
+one framework saved another one loads.
 
 An `Exponential` has one block and its mean is the average at step `folded`; an `ExactWindow` has
 blocks of one sample.

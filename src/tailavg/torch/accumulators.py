@@ -17,6 +17,7 @@ from torch import Tensor
 from tailavg.core import state as layout
 from tailavg.core.clock import SUM, Store, clock_for
 from tailavg.core.rules import ExactWindow, Rule
+from tailavg.core.windows import positive_int
 from tailavg.torch.memory import empty
 from tailavg.torch.tracking import Tracking, check_names, local, sharded_like
 
@@ -27,6 +28,7 @@ _SMALL = 8192  # elements: smaller tensors are added together, since a call cost
 _BATCH = 32767  # elements: up to this size torch.cat is one loop
 _PART = 1 << 20  # elements read at a time: they stay in the shared cache
 _PART_ELSEWHERE = 1 << 22  # on an accelerator, where a call costs more
+_ROUNDING = 128  # floats: an average of equal numbers is at most so many away, see `_rounds_to`
 
 
 class _Piece(NamedTuple):
@@ -84,7 +86,7 @@ class Accumulators(Store):
                 "sample; AnytimeWindow has the same variance"
             )
         self.clock = clock_for(rule)
-        self.calls = 0  # since the last sample, if only every n-th counts
+        self.calls = 0  # since the last sample, or the start
         self.whole = True  # False while anything changes
         self.dtype = dtype
         self.device = None if device is None else torch.empty(0, device=device).device
@@ -144,15 +146,17 @@ class Accumulators(Store):
         self,
         terms: Sequence[tuple[float, int]],
         into: Mapping[str, Tensor],
+        frozen: Mapping[str, Tensor],
         before: Callable[[list[Tensor]], None] | None = None,
     ) -> None:
         """Write the average given by the clock's `terms` into tensors.
 
-        `before` gets each tensor just before it is overwritten.
+        Where the average of a `frozen` tensor is what it holds, up to rounding, its own values are
+        written. `before` gets each tensor just before it is overwritten.
         """
         self.require_whole()
         for group in self._groups:
-            group.write(terms, into, before)
+            group.write(terms, into, frozen, before)
 
     def state(self) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
         """The means of the blocks, empty blocks first, and the sum. Views, not copies."""
@@ -191,9 +195,7 @@ class Accumulators(Store):
             partial=partial[0],
         )
 
-    def loaded(
-        self, state: Mapping[str, Any], tracking: Tracking, every: int = 1
-    ) -> Callable[[], None]:
+    def loaded(self, state: Mapping[str, Any], tracking: Tracking) -> Callable[[], None]:
         """Check a state of these tensors, or of a single tensor without a name.
 
         Returns:
@@ -249,6 +251,7 @@ class Accumulators(Store):
                     )
             copies += [(views[name], local(named[name])) for name in views]
         layout.check_steps(state["count"], state["starts"], state["folded"])
+        calls = positive_int(state.get("calls", 0), "state: calls", least=0)
         clock = clock_for(self.clock.rule)
         clock.restore(state["count"], state["starts"], state["folded"])
 
@@ -256,17 +259,23 @@ class Accumulators(Store):
             self.whole = False
             for view, value in copies:
                 view.copy_(value)
-            self.clock, self.calls = clock, state.get("calls", 0) % every
+            self.clock, self.calls = clock, calls
             self.whole = True
 
         return resume
 
     def to(
-        self, device: torch.device | str | int | None, tensors: Mapping[str, Tensor]
+        self,
+        device: torch.device | str | int | None,
+        tensors: Mapping[str, Tensor],
+        dtype: torch.dtype | None = None,
     ) -> Accumulators:
-        """The same average on a device; None stands for the device of the tensors."""
+        """The same average on a device, and in another dtype if one is given.
+
+        None stands for the device of the tensors.
+        """
         self.require_whole()
-        moved = Accumulators(self.clock.rule, tensors, self.dtype, device)
+        moved = Accumulators(self.clock.rule, tensors, dtype or self.dtype, device)
         moved.clock, moved.calls = self.clock, self.calls
         for new, old in zip(chain(*moved.state()), chain(*self.state()), strict=True):
             for name, view in new.items():
@@ -422,6 +431,7 @@ class _Group:
         self,
         terms: Sequence[tuple[float, int]],
         into: Mapping[str, Tensor],
+        frozen: Mapping[str, Tensor],
         before: Callable[[list[Tensor]], None] | None,
     ) -> None:
         """Write the average into tensors; see `Accumulators.write`."""
@@ -441,9 +451,18 @@ class _Group:
                 stage = average(start, stop, self._stage[: stop - start])
                 averages = stage.split([self.pieces[name].size for name in batch])  # type: ignore[no-untyped-call]
                 for name, target, values in zip(batch, targets, averages, strict=True):
-                    target.copy_(values if target.dim() == 1 else self.pieces[name].shaped(values))
+                    piece = self.pieces[name]
+                    if name in frozen and _rounds_to(piece.shaped(values), frozen[name]):
+                        into[name].copy_(frozen[name])
+                    else:
+                        target.copy_(values if target.dim() == 1 else piece.shaped(values))
         for name in self._large:
             target, piece = self._flat(name, into[name]), self.pieces[name]
+            if name in frozen and self._is_still(piece, self._flat(name, frozen[name]), average):
+                if before:
+                    before([target])
+                into[name].copy_(frozen[name])
+                continue
             if target.dim() != 1:
                 if before:
                     before([target])
@@ -460,6 +479,21 @@ class _Group:
                 else:
                     part.copy_(average(start, stop, self._stage[: len(part)]))
                 start = stop
+
+    def _is_still(
+        self, piece: _Piece, flat: Tensor, average: Callable[[int, int, Tensor], Tensor]
+    ) -> bool:
+        """Whether the average of a large tensor is what it holds, up to rounding."""
+        if flat.dim() != 1:
+            room = empty(piece.size, self.dtype, self.device)
+            return _rounds_to(piece.shaped(average(piece.start, piece.stop, room)), flat)
+        start = piece.start
+        for part in _split(flat, self._part):
+            stop = start + len(part)
+            if not _rounds_to(average(start, stop, self._stage[: len(part)]), part):
+                return False
+            start = stop
+        return True
 
     def _parts(self, *flats: Tensor) -> Iterator[tuple[Tensor, ...]]:
         return zip(
@@ -483,6 +517,22 @@ def _tensor(what: str, value: Any) -> Tensor:
 def _split(flat: Tensor, size: int) -> tuple[Tensor, ...]:
     parts: tuple[Tensor, ...] = flat.split(size)  # type: ignore[no-untyped-call]
     return parts
+
+
+def _rounds_to(average: Tensor, values: Tensor) -> bool:
+    """Whether an average may be that of these values alone, rounded.
+
+    A sum of 256 equal numbers is at most 86 floats away: half a float for each addition.
+    """
+    if not average.numel():
+        return True
+    values = values.to(average).add(0.0)  # no negative zeros
+    if average.is_complex():
+        average, values = torch.view_as_real(average), torch.view_as_real(values)
+    # the bits of floats, as whole numbers, have the order of the floats
+    bits = torch.int32 if average.itemsize == 4 else torch.int64
+    low, high = torch.aminmax(average.view(bits) - values.view(bits))
+    return max(-int(low), int(high)) <= _ROUNDING
 
 
 def _combine(terms: Sequence[tuple[float, Tensor]], out: Tensor) -> Tensor:

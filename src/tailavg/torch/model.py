@@ -267,8 +267,9 @@ class AveragedModel(Module):
         """Compute the average, unless it is up to date, and hand out a module without hooks."""
         self._accumulators.require_whole()
         if self._shown != self.count:
+            frozen = self._frozen()
             self._target.refresh(self._move)
-            self._show()
+            self._show(frozen)
         if self._hooked:
             for hooks in self._hooks():
                 hooks.pop(-id(self._hook), None)
@@ -279,12 +280,16 @@ class AveragedModel(Module):
         """Catch up for those who hold the module, unless other tensors are in it for a while."""
         self._accumulators.require_whole()
         if self._target.is_current():
-            self._show()
+            self._show(self._frozen())
         else:
             self._source = None  # they stay if they are there at the next update
 
-    def _show(self) -> None:
-        self._accumulators.write(self._accumulators.clock.terms(), self._target.locals)
+    def _frozen(self) -> dict[str, Tensor]:
+        source = self._source
+        return source.frozen() if source is not None and source.is_current() else {}
+
+    def _show(self, frozen: Mapping[str, Tensor]) -> None:
+        self._accumulators.write(self._accumulators.clock.terms(), self._target.locals, frozen)
         mine = self._copied(self._target)
         for name, tensor, version, value in self._rest:
             now = mine.get(name)
@@ -329,7 +334,7 @@ class AveragedModel(Module):
         """Resume from a state of the average; None stands for one that is loaded later."""
         try:
             if state is not None:
-                self._accumulators.loaded(state, self._target, self._every)()
+                self._accumulators.loaded(state, self._target)()
                 self._shown, self._hook.owner = self.count, None
         finally:
             self.n_averaged.fill_(self.count)  # torch may have loaded another one
@@ -354,7 +359,7 @@ class AveragedModel(Module):
             self._catch_up()  # so that all that may have to be put back is in the module
         self._target.refresh()
         accumulators, target = self._accumulators, self._target
-        resume = accumulators.loaded(state_dict["_extra_state"], target, self._every)
+        resume = accumulators.loaded(state_dict["_extra_state"], target)
         weights = OrderedDict(state_dict)
         weights["_extra_state"] = None  # later
         if "n_averaged" in weights:

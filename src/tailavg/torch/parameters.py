@@ -64,9 +64,9 @@ class ParameterAverage:
     (three for an `AnytimeWindow`) and one sum, and a copy of the weights during a swap.
 
     Args:
-        model: A module, or pairs of names and tensors. DDP and `torch.compile` wrappers are
-            unwrapped. Tied parameters, by name or by memory, are kept once, and frozen ones
-            averaged like any other.
+        model: A module, pairs of names and tensors, or tensors alone, which go by their order. DDP,
+            `torch.compile` and activation checkpointing are seen through. Tied parameters, by name
+            or by memory, are kept once. Frozen ones come out as they are, to the bit.
         rule: A number (an int n for the last n updates, a float in (0, 1] for the last fraction of
             them), a window or a rule.
         dtype: The lowest precision of the accumulators; those of float64 parameters are float64.
@@ -77,6 +77,7 @@ class ParameterAverage:
             `"average"`: floating point buffers are averaged like parameters; `"skip"`: swaps and
             `copy_to` leave buffers alone.
         update_every: Count only every n-th call of `update`. The window is in counted updates.
+        start_after: Ignore so many calls of `update` at first; `update_every` applies to the rest.
 
     Examples:
         >>> model = torch.nn.Linear(1, 1, bias=False)
@@ -104,9 +105,11 @@ class ParameterAverage:
         exclude: Choice = None,
         buffers: Buffers = "copy",
         update_every: int = 1,
+        start_after: int = 0,
     ) -> None:
         self._rule = as_rule(rule)
         self._every = positive_int(update_every, "update_every")
+        self._start = positive_int(start_after, "start_after", least=0)
         self._options: dict[str, Any] = {
             "include": include,
             "exclude": exclude,
@@ -128,8 +131,11 @@ class ParameterAverage:
         A parameter that was replaced since the last update is found by its name.
         """
         self._require_training_weights("update")
-        if self._accumulators.calls + 1 < self._every:
-            self._accumulators.calls += 1
+        accumulators = self._accumulators
+        # before the first sample, all calls so far
+        due = self._every if accumulators.clock.count else self._start + self._every
+        if accumulators.calls + 1 < due:
+            accumulators.calls += 1
             return
         self._add()
 
@@ -305,7 +311,8 @@ class ParameterAverage:
             if not (later and name in tracking.averaged):
                 aside.keep([memory])
         if terms is not None:
-            self._accumulators.write(terms, tracking.locals, before=aside.keep if later else None)
+            keep = aside.keep if later else None
+            self._accumulators.write(terms, tracking.locals, tracking.frozen(), keep)
 
     @outside_autograd
     def _put_back(self) -> None:
@@ -318,13 +325,14 @@ class ParameterAverage:
         """Write the averages into this model, permanently, or into another one like it.
 
         Another model also gets everything that is not averaged, including buffers unless skipped.
+        If the average was made from tensors without names, another model's tensors go by order.
         """
         self._require_an_update("copy_to")
         terms = self._accumulators.clock.terms(window)
         self._look_again()
         mine = self._tracking
         if model is None:
-            self._accumulators.write(terms, mine.locals)
+            self._accumulators.write(terms, mine.locals, mine.frozen())
             return
         other = mine.of(model, self._options)
         rest = dict(mine.parameters)
@@ -338,7 +346,7 @@ class ParameterAverage:
                     f"model: expected {' and '.join(sorted(pair))} to share memory only as in the "
                     "averaged model, got tensors that share it otherwise"
                 )
-        self._accumulators.write(terms, other.locals)
+        self._accumulators.write(terms, other.locals, mine.frozen())
         for name, tensor in rest.items():
             local(into[name]).copy_(local(tensor))
         for _, name, tensor in other.apart:
@@ -374,7 +382,7 @@ class ParameterAverage:
             name: torch.empty_like(tensor, dtype=kind(tensor), requires_grad=False)
             for name, tensor in tracking.locals.items()
         }
-        self._accumulators.write(terms, averages)
+        self._accumulators.write(terms, averages, tracking.frozen())
         made = {
             id(tensor): sharded_like(averages[name], tensor)
             for name, tensor in tracking.averaged.items()
@@ -464,14 +472,25 @@ class ParameterAverage:
         """
         self._require_training_weights("load_state_dict")
         self._look_again()
-        resume = self._accumulators.loaded(state, self._tracking, self._every)
+        resume = self._accumulators.loaded(state, self._tracking)
         resume()
 
     @outside_autograd
-    def to(self, device: torch.device | str | int) -> ParameterAverage:
-        """Move the accumulators to a device."""
+    def to(
+        self,
+        device: torch.device | str | int | torch.dtype | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> ParameterAverage:
+        """Move the accumulators to a device, or to another precision, or both.
+
+        As in torch, a dtype may come first. In place.
+        """
         self._require_training_weights("to")
-        self._accumulators = self._accumulators.to(device, self._tracking.locals)
+        if isinstance(device, torch.dtype):
+            device, dtype = None, device
+        accumulators = self._accumulators
+        place = accumulators.device if device is None else device
+        self._accumulators = accumulators.to(place, self._tracking.locals, dtype)
         return self
 
     def __repr__(self) -> str:
@@ -490,9 +509,8 @@ class ParameterAverage:
     def _require_an_update(self, call: str) -> None:
         self._accumulators.require_whole()
         if not self.count:
-            waits = (
-                f" ({self._accumulators.calls} of {self._every} calls)" if self._every > 1 else ""
-            )
+            due = self._start + self._every
+            waits = f" ({self._accumulators.calls} of {due} calls)" if due > 1 else ""
             raise nothing_yet(call, f"{waits}; call update() after the optimizer's step")
 
     def _require_training_weights(self, call: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 
 __all__ = [
@@ -32,7 +32,7 @@ __all__ = [
 
 Buffers = Literal["copy", "average", "skip"]
 Choice = str | Sequence[str] | Callable[[str], bool] | None
-Source = Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+Source = Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | Iterable[Tensor]
 
 Call = TypeVar("Call", bound=Callable[..., Any])
 Form = tuple[torch.Size, torch.Size, str]
@@ -95,14 +95,28 @@ def _walk(module: Module, prefix: str = "") -> Iterator[tuple[str, Module]]:
     module = unwrap(module)
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError(
-            f"model: expected modules of Python, got a scripted or traced one{prefix and ': '}"
-            f"{prefix.rstrip('.')}; average the module that it was made from, whose parameters "
-            "it shares, or give its named_parameters() to ParameterAverage"
+            f"model: {prefix[:-1] or 'the model'}: expected a module of Python, got a "
+            f"{type(module).__name__}, which holds its tensors elsewhere; average the model that "
+            "it was made from, or pass its named_parameters() to ParameterAverage"
         )
     yield prefix, module
+    hooked = module.state_dict(keep_vars=True) if module._state_dict_hooks else {}
     for name, child in module._modules.items():
         if child is not None:
-            yield from _walk(child, f"{prefix}{name}.")
+            seen_through = hooked and _leaves_out(hooked, name, child)
+            yield from _walk(child, prefix if seen_through else f"{prefix}{name}.")
+
+
+def _leaves_out(state: Mapping[str, Any], name: str, child: Module) -> bool:
+    """Whether a module's state dict has the tensors of a child without the name of the child.
+
+    So it is in wrappers such as that of activation checkpointing, which remove it in a hook.
+    """
+    tensors = child.state_dict(keep_vars=True)
+    return bool(tensors) and all(
+        f"{name}.{key}" not in state and (state.get(key) is value or not isinstance(value, Tensor))
+        for key, value in tensors.items()
+    )
 
 
 class _Patterns:
@@ -156,19 +170,11 @@ class Tracking:
             raise ValueError(f"buffers: expected one of {get_args(Buffers)}, got {buffers!r}")
         self._average_buffers = buffers == "average"
         self.module: Module | None = None
+        self.unnamed = False  # the names are numbers
         if isinstance(source, Module):
             self.module = unwrap(source)
         else:
-            pairs = list(source.items() if isinstance(source, Mapping) else source)
-            self._given = dict(pairs)
-            for name, tensor in pairs:
-                if not (isinstance(name, str) and isinstance(tensor, Tensor)):
-                    raise TypeError(
-                        "expected a module or pairs of a name and a tensor, as named_parameters() "
-                        f"gives, got a pair of {type(name).__name__} and {type(tensor).__name__}"
-                    )
-                if self._given[name] is not tensor:
-                    raise ValueError(f"{name}: expected each name once, got two tensors with it")
+            self._given, self.unnamed = _given(source)
         self._include = _Patterns("include", include)
         self._exclude = _Patterns("exclude", exclude)
         self._fsdp: list[Any] = []
@@ -308,6 +314,16 @@ class Tracking:
             then(self.locals)
         self.settle()
 
+    def frozen(self) -> dict[str, Tensor]:
+        """Of the tensors to average, frozen parameters and the buffers of a module."""
+        return {
+            name: self.locals[name]
+            for name, tensor in self.averaged.items()
+            # of a plain tensor without gradients nobody said that it stays
+            if not tensor.requires_grad
+            and (self.module is not None or isinstance(tensor, Parameter))
+        }
+
     def state_dict(self) -> dict[str, Any]:
         """The model's state dict, with its own tensors."""
         if self.module is None:
@@ -328,10 +344,12 @@ class Tracking:
         Raises:
             ValueError: If names or shapes differ.
         """
+        if self.unnamed and isinstance(model, Module):
+            model = model.parameters()
         other = Tracking(model, **options)
         its = other.averaged | other.parameters | other.buffers
         its = {alias: its[name] for alias, name in other.aliases.items() if name in its}
-        if self.module is not None:
+        if self.module is not None or self.unnamed:
             _check_unexpected("model", self.aliases, its)
         found: dict[str, Tensor] = {}
         for alias, name in self.aliases.items():
@@ -363,6 +381,26 @@ class Tracking:
         """Let FSDP drop the weights that a forward pass gathered, and go back to the shards."""
         for module in self._fsdp:
             module.reshard()
+
+
+def _given(source: Any) -> tuple[dict[str, Tensor], bool]:
+    """Tensors by name, and whether the names are but numbers, since none were given."""
+    items = list(source.items() if isinstance(source, Mapping) else source)
+    unnamed = not isinstance(source, Tensor) and all(isinstance(item, Tensor) for item in items)
+    if unnamed:
+        return {str(i): tensor for i, tensor in enumerate(items)}, True
+    found: dict[str, Tensor] = {}
+    for item in items:
+        kinds = [type(part).__name__ for part in item] if isinstance(item, tuple | list) else []
+        if not (len(kinds) == 2 and isinstance(item[0], str) and isinstance(item[1], Tensor)):
+            got = f"a pair of {kinds[0]} and {kinds[1]}" if len(kinds) == 2 else type(item).__name__
+            raise TypeError(
+                "expected a module, pairs of a name and a tensor, as named_parameters() gives, or "
+                f"a list of tensors, got {got}"
+            )
+        if found.setdefault(item[0], item[1]) is not item[1]:
+            raise ValueError(f"{item[0]}: expected each name once, got two tensors with it")
+    return found, False
 
 
 class _Seen(NamedTuple):
