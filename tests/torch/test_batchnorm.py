@@ -55,9 +55,11 @@ def test_the_step_is_num_batches_tracked_alone(window, t):
 
 def test_momentum_none_is_the_mean_of_all_batches():
     batches = draw((6, 3), 30)
-    norm = convert_tail_batchnorm(nn.BatchNorm1d(3), 5)
-    norm.momentum = None
-    assert_dense(Exponential(1.0), batches, train(norm, batches))
+    made, set_later = nn.BatchNorm1d(3, momentum=None), nn.BatchNorm1d(3)
+    for norm in (made, set_later):
+        convert_tail_batchnorm(norm, 5)
+        norm.momentum = None if norm is set_later else norm.momentum
+        assert_dense(Exponential(1.0), batches, train(norm, batches))
 
 
 def test_a_momentum_that_is_a_number_is_not_used():

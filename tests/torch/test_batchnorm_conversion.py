@@ -61,9 +61,9 @@ def test_a_process_group_is_kept():
     )
 
 
-def test_a_momentum_of_none_becomes_torchs_default_and_others_stay():
+def test_momenta_stay():
     model = convert_tail_batchnorm(net(), 5)
-    assert [model.norm.momentum, model.block[1].momentum] == [0.3, 0.1]
+    assert [model.norm.momentum, model.block[1].momentum] == [0.3, None]
 
 
 def test_conversion_of_a_converted_model_changes_the_window():

@@ -34,9 +34,9 @@ def convert_tail_batchnorm(model: nn.Module, window: AnyWindow) -> nn.Module:
     other way round. The first batch after `num_batches_tracked == 0` replaces the statistics. Keep
     them in float32, as autocast does: in 16 bits, an average over hundreds of batches stops moving.
 
-    A `momentum` that is a number is ignored. `None` has torch's meaning, the plain mean of all
-    batches, if it is set after the conversion: so torch's `update_bn` keeps working. The conversion
-    itself turns `None` into torch's default of 0.1, and `revert_batchnorm` turns it back.
+    A `momentum` that is a number is ignored. `None` keeps torch's meaning, the plain mean of all
+    batches, whether a module was made with it or got it since. So torch's `update_bn` keeps
+    working.
 
     The modules remain the same objects, with their parameters, buffers, hooks and flags; only their
     class changes, as with torch's lazy modules. Converting a converted model changes the window.
@@ -70,8 +70,6 @@ def convert_tail_batchnorm(model: nn.Module, window: AnyWindow) -> nn.Module:
         converted = cast("_TailBatchNorm", module)
         converted._tail_window, converted._tail_steps = window, _steps(window)
         converted.__class__ = tail
-        if converted.momentum is None:
-            converted._tail_of_all, converted.momentum = True, _MOMENTUM
     if unknown:
         warnings.warn(
             "convert_tail_batchnorm: expected an initialised BatchNorm1d, 2d, 3d or SyncBatchNorm; "
@@ -86,7 +84,7 @@ def revert_batchnorm(model: nn.Module) -> nn.Module:
     """Make every BatchNorm that `convert_tail_batchnorm` has changed torch's own again.
 
     The modules remain the same objects and keep their statistics. From here on their momentum
-    counts: it is what it was before the conversion, or what was set since.
+    counts again.
 
     A converted model can be traced, scripted, exported and compiled as it is. Revert it, or a copy,
     for what knows only torch's own classes, such as `torch.ao.quantization.fuse_modules`, and to
@@ -105,8 +103,6 @@ def revert_batchnorm(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(module, _TailBatchNorm):
             module.__class__ = _PLAIN[type(module)]  # type: ignore[assignment]
-            if module.__dict__.pop("_tail_of_all", False) and module.momentum == _MOMENTUM:
-                module.momentum = None
             del module._tail_window, module._tail_steps
     return model
 
@@ -312,7 +308,6 @@ class _WithStatistics(_BatchNorm):
     num_batches_tracked: Tensor
 
 
-_MOMENTUM = 0.1  # torch's default
 _scripting = torch.jit.is_scripting  # type: ignore[attr-defined]
 
 
@@ -325,7 +320,6 @@ class _TailBatchNorm(_BatchNorm):
     if TYPE_CHECKING:
         _tail_window: Window
         _tail_steps: tuple[float, float, float]
-        _tail_of_all: bool
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Normalise; in training, also add the batch to the running statistics."""
