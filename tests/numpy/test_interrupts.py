@@ -76,8 +76,12 @@ def test_an_update_is_whole(rule: Any, kind: str) -> None:
     options = KINDS[kind]
     sample = samples(1, options.get("shape", ()))[0]
     x = sample if "shape" in options else float(sample)
-    # the first sample, and others at which something is due and is not
-    for count in (0, 3, 6, 256):
+    counts = (0, 6, 17, 256, 257)
+    due = [not made(rule, count, **options)._left for count in counts]
+    plain = isinstance(rule, ExactWindow | RawTail) or "nan_policy" in options
+    assert True in due  # a fold or a turn comes with it
+    assert plain or False in due  # or nothing but an addition
+    for count in counts:
         check(rule, count, options, lambda average: average.update(x), 60)
 
 

@@ -457,3 +457,12 @@ def test_a_state_whose_fold_is_overdue_is_folded_at_the_next_sample():
         resumed.update(1.0)
     assert resumed.value() == pytest.approx(1.0, rel=1e-12)
     assert (resumed.count, resumed.state_dict()["folded"]) == (1003, 1000)
+
+
+@pytest.mark.parametrize("dtype", ["float32", ">f8", np.float64, "complex64"])
+def test_a_dtype_is_numpys_own_object(dtype):
+    """An update compares dtypes by identity: another object would take the slow way."""
+    average = TailAverage(3, dtype=dtype)
+    average.update(np.ones(2, average.dtype))
+    for one in (average, average.copy()):
+        assert one.dtype is np.ones(2, one.dtype.name).dtype

@@ -60,7 +60,7 @@ def parse_window(text: str, at_most: int | None = None) -> Window:
         if not isinstance(window, Growing):
             raise ValueError("--at-most needs a fraction as --window")
         return Growing(window.c, at_most)
-    except (ValueError, TypeError, OverflowError) as error:
+    except ValueError as error:
         raise typer.BadParameter(str(error)) from error
 
 
@@ -110,5 +110,5 @@ def parse_rule(window: Window, method: Method, accumulators: int | None) -> Wind
         return (
             AnytimeWindow(window) if accumulators is None else AnytimeWindow(window, accumulators)
         )
-    except (ValueError, TypeError, OverflowError) as error:
+    except ValueError as error:
         raise typer.BadParameter(str(error)) from error

@@ -554,7 +554,7 @@ def _is_masked(x: Any) -> bool:
 
 def _accumulator_dtype(asked: npt.DTypeLike) -> np.dtype[Any]:
     try:
-        dtype = np.dtype(asked).newbyteorder("=")
+        dtype = np.dtype(np.dtype(asked).type)  # NumPy's own object, that updates compare with
     except (TypeError, ValueError, SyntaxError):
         dtype = None
     if dtype is None or dtype.kind not in "fc" or np.finfo(dtype).bits < 32:
