@@ -30,6 +30,7 @@ bench: $(STAMPS)/bench
 	$(BIN)/python benchmarks/stream.py
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/parameters.py
+	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/pytrees.py
 
 clean:

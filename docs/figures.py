@@ -10,7 +10,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
 
 from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, TailAverage
-from tailavg.core.clock import BlockClock, starts_at
+from tailavg.core.clock import BlockClock, Store, starts_at
 
 plt.switch_backend("Agg")
 plt.style.use("tableau-colorblind10")
@@ -153,7 +153,75 @@ def overhead() -> None:
     save(figure, "overhead.svg")
 
 
+class Touched(Store):
+    """Notes when the means of blocks are written; each keeps its row for life."""
+
+    def __init__(self, clock: BlockClock) -> None:
+        self.clock = clock
+        self.rows = list(range(clock.rule.accumulators))
+        self.writes: list[tuple[int, int]] = []  # step, row
+        self.opened: list[tuple[int, int]] = [(0, self.rows[-1])]
+
+    def fold(self, total: float, weight: float, carry: float) -> None:
+        """See `Store`."""
+        self.writes.append((self.clock.count, self.rows[-1]))
+
+    def turn(self, gone: int, weight: float) -> None:
+        """See `Store`."""
+        if weight:
+            self.writes.append((self.clock.count, self.rows[gone - 1]))
+        self.rows.append(self.rows.pop(gone))
+        self.opened.append((self.clock.count, self.rows[-1]))
+
+
+def touched() -> None:
+    """What is touched when: the sum by every update, means by folds, merges and reads only."""
+    last, reads = 4096, (1400, 2900)
+    cases = (
+        ("AnytimeWindow(2000), 3 accumulators", AnytimeWindow(2000)),
+        ("AnyTail(12)", AnyTail(12)),
+    )
+    figure, panels = plt.subplots(
+        3, 1, figsize=(9, 5.4), height_ratios=(1, 4, 9), sharex=True, layout="constrained"
+    )
+    hot, cold, read = "#d55e00", "#0083cc", "#555555"
+    panels[0].barh([0], [last], color=hot, height=0.7)
+    panels[0].set(yticks=[0], yticklabels=["the EMA"], title="an EMA")
+    for panel, (title, rule) in zip(panels[1:], cases, strict=True):
+        clock = BlockClock(rule)
+        store, rows = Touched(clock), rule.accumulators
+        panel.barh([rows], [last], color=hot, height=0.7)
+        for t in range(last):
+            clock.prepare(store)
+            clock.count += 1
+            if t in reads:
+                terms = clock.terms(0.25 if isinstance(rule, AnyTail) else None)
+                used = [store.rows[block] for _, block in terms if block >= 0]
+                panel.plot([t] * len(used), used, "o", ms=4, color=read)
+        for step, row in store.writes:
+            panel.plot([step, step], [row - 0.35, row + 0.35], color=cold, lw=1.6)
+        for n in (100, 300, 1000, 2000, last):
+            writes = sum(step < n for step, _ in store.writes)
+            print(f"{title}: {writes} writes of a mean in {n} updates")
+        every = 1 if rows < 6 else 3
+        ticks = [*range(0, rows, every), rows]
+        names = [*(f"mean {row + 1}" for row in range(0, rows, every)), "the sum"]
+        panel.set(yticks=ticks, yticklabels=names, title=title, ylim=(-0.7, rows + 0.7))
+    for panel in panels:
+        panel.spines[["top", "right", "left"]].set_visible(False)
+        panel.tick_params(left=False)
+    marks = [
+        plt.Line2D([], [], color=hot, lw=6, label="touched by every update: hot"),
+        plt.Line2D([], [], color=cold, lw=0, marker="|", ms=10, mew=1.6, label="written: cold"),
+        plt.Line2D([], [], color=read, lw=0, marker="o", ms=4, label="read by two evaluations"),
+    ]
+    figure.legend(handles=marks, loc="outside lower center", ncols=3, frameon=False)
+    panels[-1].set(xlabel="updates", xlim=(0, last))
+    save(figure, "touched.svg")
+
+
 if __name__ == "__main__":
+    touched()
     weights()
     turns()
     blocks()

@@ -1,4 +1,4 @@
-"""A process that is killed at any opcode of a write leaves the old file or the new one."""
+"""A process that is killed at any opcode of a write leaves what was there or what is new."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).parent / "support" / "kills.py"
 
 
 @pytest.mark.parametrize(
-    "write", ["save", "save_averaged", "checkpoints", "torch_checkpoints", "stream"]
+    "write", ["save", "save_averaged", "save_folder", "checkpoints", "torch_checkpoints", "stream"]
 )
 def test_a_killed_write_leaves_the_old_file_or_the_new_one(write: str, tmp_path: Path) -> None:
     command = [sys.executable, SCRIPT, write, tmp_path]

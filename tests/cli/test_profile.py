@@ -100,10 +100,13 @@ def test_memory():
     assert arrays["exact"] == 250
     wide = rows("--window", "4", "--count", "9", "--parameters", "10", "--dtype", "float64")
     assert wide["exponential"]["memory"] == 2 * 10 * 8
+    for name, row in got.items():
+        assert row["hot"] + row["cold"] == row["memory"]
+        assert row["hot"] == (row["memory"] if name == "exact" else 4 * 7e9), name
     table = run("--window", "0.25", "--count", "1000", "--parameters", "7e9").stdout
-    assert re.search(r"anytime, 3 .* 112 GB", table)
-    assert re.search(r"exact .* 7 TB", table)
-    assert "one array for the sum" in table
+    assert re.search(r"anytime, 3 .* 28 GB +84 GB", table)
+    assert re.search(r"exact .* 7 TB +0 B", table)
+    assert "Hot: the sum" in table
 
 
 def test_plot(tmp_path):

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -15,20 +16,29 @@ from typer.testing import CliRunner
 
 from model import averages, weight_matrix
 from paths import DOCS
-from tailavg import TailAverage
+from tailavg import Exponential, TailAverage
 from tailavg.cli import app
 from tailavg.experiments import figures
 from tailavg.experiments.claims import (
     CLAIMS,
+    STREAM_CLAIMS,
     Claim,
     Finding,
-    Kind,
-    Ratio,
+    Outcome,
+    Quote,
     Verdict,
-    judge,
-    ratios,
-    sweep,
+    extent,
+    find,
+    gap,
 )
+from tailavg.experiments.moments import (
+    expected_errors,
+    largest_stable_step,
+    noise_ball,
+    spectral_radius,
+    transition,
+)
+from tailavg.experiments.noise import promised, settled_share, sizes, variances
 from tailavg.experiments.regression import (
     EVERY_TAIL,
     FRACTIONS,
@@ -41,7 +51,7 @@ from tailavg.experiments.regression import (
     methods,
     turns,
 )
-from tailavg.experiments.report import Result
+from tailavg.experiments.run import Plan, run
 
 REPRODUCTION = DOCS / "reproduction"
 SMALL = Problem(runs=3, batches=60, dimension=4, batch_size=5, seed=3)
@@ -69,15 +79,15 @@ def test_sgd_is_the_slow_loop_over_runs_samples_and_coordinates():
     slow = Regression(SMALL)
     w = slow.start.copy()
     for t, (x, y) in enumerate(slow.batches()):
-        for run in range(SMALL.runs):
+        for row in range(SMALL.runs):
             gradient = [0.0] * SMALL.dimension
             for sample in range(SMALL.batch_size):
-                pairs = zip(x[run, sample], w[run], strict=True)
-                residual = sum(a * b for a, b in pairs) - y[run, sample]
+                pairs = zip(x[row, sample], w[row], strict=True)
+                residual = sum(a * b for a, b in pairs) - y[row, sample]
                 for i in range(SMALL.dimension):
-                    gradient[i] += 2 * x[run, sample, i] * residual / SMALL.batch_size
+                    gradient[i] += 2 * x[row, sample, i] * residual / SMALL.batch_size
             for i in range(SMALL.dimension):
-                w[run, i] -= SMALL.step * gradient[i]
+                w[row, i] -= SMALL.used_step * gradient[i]
         np.testing.assert_allclose(got[t], w, rtol=1e-11, atol=1e-13)
 
 
@@ -162,7 +172,7 @@ def test_the_same_seed_gives_the_same_batches_at_another_step():
 
 
 def test_a_step_that_is_too_large_is_named():
-    with pytest.raises(DivergedError, match=r"step 50\.0 is too large"):
+    with pytest.raises(DivergedError, match="step 50 is too large"):
         measure(replace(SMALL, step=50.0, batches=400), methods(400))
 
 
@@ -182,99 +192,270 @@ def test_a_bad_problem_is_refused(field, value):
         replace(SMALL, **{field: value})
 
 
+# The step
+
+
+def test_the_default_step_is_half_of_the_guaranteed_one():
+    problem = Problem()
+    assert problem.guaranteed_step == pytest.approx(11 / (sum(1 / i for i in range(1, 51)) + 12))
+    assert problem.used_step == problem.default_step == problem.guaranteed_step / 2
+    assert problem.used_step == pytest.approx(1 / 3, abs=1e-4)
+    assert replace(problem, step=0.1).used_step == 0.1
+    assert replace(problem, batch_size=1, dimension=1).used_step == pytest.approx(1 / 6)
+
+
+@pytest.mark.parametrize("options", [{}, {"dimension": 3}, {"batch_size": 1}, {"batch_size": 200}])
+def test_the_second_moments_contract_at_the_bound_and_up_to_the_largest_stable_step(options):
+    problem = Problem(**options)
+    assert spectral_radius(problem, problem.guaranteed_step) < 1
+    largest = largest_stable_step(problem)
+    assert largest > problem.guaranteed_step
+    assert spectral_radius(problem, 0.999 * largest) < 1 < spectral_radius(problem, 1.001 * largest)
+
+
+def test_below_the_bound_the_mean_square_falls_whatever_the_error_is():
+    """E‖w - w*‖² after a step, without noise, is a column sum of the recursion per coordinate."""
+    problem = Problem()
+    at_bound, _ = transition(problem, problem.guaranteed_step)
+    assert at_bound.sum(axis=0).max() == pytest.approx(1)
+    below, _ = transition(problem, 0.99 * problem.guaranteed_step)
+    assert below.sum(axis=0).max() < 1
+
+
+@pytest.mark.parametrize("start", [0.0, 2.0, "normal"])
+def test_the_recursion_of_second_moments_is_that_of_simulated_iterates(start):
+    problem = Problem(runs=20_000, batches=30, dimension=4, batch_size=3, start=start)
+    regression = Regression(problem)
+    errors = np.concatenate([regression.excess(w) for w in regression.iterates()])
+    deviation = errors.std(axis=1) / problem.runs**0.5
+    assert (np.abs(errors.mean(axis=1) - expected_errors(problem)) < 4 * deviation).all()
+
+
+def test_the_noise_ball_is_reached_when_the_error_is_near_its_limit():
+    problem = Problem(batches=2000)
+    errors = expected_errors(problem)
+    at = noise_ball(problem, 1.1)
+    assert errors[at - 1] <= 1.1 * errors[-1] < errors[at - 2]
+    assert noise_ball(replace(problem, batches=at - 1), 1.1) is None
+    assert noise_ball(replace(problem, step=0.9), 1.1) is None  # unstable: there is no limit
+
+
 # The claims
 
 
-A, B = Curve("c = 0.5", "awa"), Curve("c = 0.5", "true")
+ALL = methods(400)
 
 
-def errors_with(ratio, spread=0.001, steps=100, runs=50):
-    """Errors whose ratio is 1 but at step 40, where it is `ratio`, run by run."""
-    base = np.random.default_rng(0).lognormal(size=(steps, runs))  # differs widely between runs
-    factor = np.ones((steps, runs))
-    factor[39] = ratio * np.exp(spread * np.linspace(-1, 1, runs))
-    return {A: base * factor, B: base}
+def curves(**factors):
+    """Curves that fall from 1, all the same but for factors around step 200, by method name."""
+    t = np.arange(1, 401)
+    bump = np.exp(-(np.log(t / 200) ** 2) / 0.1)
+    return {
+        curve: (1 / t) * factors.get(f"{curve.method}_{curve.window.split()[-1]}", 1.0) ** bump
+        for curve in ALL
+    }
+
+
+def judged(means):
+    problem = Problem(batches=400)
+    return {claim.name: claim.judge(problem, means) for claim in CLAIMS}
+
+
+def test_a_gap_is_the_mean_log_ratio_over_a_tenth_of_a_decade():
+    random = np.random.default_rng(0)
+    over, under = random.lognormal(size=(2, 300))
+    got = gap(over, under)
+    for t in range(1, 301):
+        near = [s for s in range(1, 301) if abs(np.log10(s / t)) <= 0.05]
+        logs = [np.log(over[s - 1] / under[s - 1]) for s in near]
+        assert got[t - 1] == pytest.approx(np.exp(np.average(logs, weights=[1 / s for s in near])))
+
+
+def test_extent_is_the_least_and_largest_gap_from_the_first_step_on():
+    means = curves(expk_10=1.5, awak_10=0.8)
+    means[Curve("k = 10", "expk")][:5] *= 100  # too early to count
+    assert extent(means, "k = 10", "expk", "awak") == pytest.approx((0.8, 1.5), rel=0.02)
+    assert extent(means, "k = 10", "awak") == pytest.approx((0.8, 1.0), rel=0.02)
 
 
 @pytest.mark.parametrize(
-    ("kind", "ratio", "verdict"),
+    ("name", "factors", "holds"),
     [
-        ("alike", 1.05, "holds"),
-        ("alike", 0.95, "holds"),
-        ("alike", 1.2, "fails"),
-        ("alike", 0.8, "fails"),
-        ("apart", 1.05, "fails"),
-        ("apart", 0.8, "holds"),
-        ("apart", 1.2, "holds"),
-        ("behind", 1.2, "holds"),
-        ("behind", 1.05, "fails"),
-        ("behind", 0.5, "fails"),
-        ("level", 1.2, "fails"),
-        ("level", 1.05, "holds"),
-        ("level", 0.5, "holds"),
-        ("alike", 1.1, "undecided"),
-        ("alike", 1 / 1.1, "undecided"),
-        ("apart", 1.1, "undecided"),
-        ("behind", 1.1, "undecided"),
-        ("level", 1.1, "undecided"),
+        ("small", {"expk_10": 1.08}, True),
+        ("small", {"expk_10": 0.93}, True),
+        ("small", {"expk_10": 1.15}, False),
+        ("small", {"awak_10": 0.85}, False),
+        ("faster", {"expk_100": 1.5, "awak_100": 1.2}, True),
+        ("faster", {"expk_100": 1.5, "awak_100": 1.45}, False),
+        ("faster", {"expk_100": 1.5, "expk_10": 1.5}, False),
+        ("fixed", {"expk_100": 1.5}, True),
+        ("fixed", {"expk_100": 1.5, "awak_100": 1.5}, False),
+        ("early", {"expk_100": 1.5}, True),
+        ("early", {"expk_100": 1.05}, False),
+        ("close", {"exp_0.25": 0.93, "awa_0.25": 1.08}, True),
+        ("close", {"exp_0.25": 1.15}, False),
+        ("close", {"awa_0.25": 0.85}, False),
+        ("close", {"awa3_0.25": 1.15}, False),
+        ("raw", {"raw_0.25": 8.0}, True),
+        ("raw", {"raw_0.25": 0.5}, True),
+        ("raw", {}, False),
+        ("exp", {"exp_0.5": 1.2}, True),
+        ("exp", {"exp_0.5": 1.05}, False),
+        ("exp", {"exp_0.5": 0.5}, False),
+        ("awa", {"awa_0.5": 1.15}, True),
+        ("awa", {}, False),
+        ("awa3", {"awa3_0.5": 0.93}, True),
+        ("awa3", {"awa3_0.5": 1.15}, False),
+        ("memory", {"awa_0.5": 1.15}, True),
+        ("memory", {"awa_0.5": 1.15, "awa3_0.5": 1.15}, False),
     ],
 )
-def test_verdicts_follow_the_numbers(kind, ratio, verdict):
-    finding = judge(Claim("x", "x", Kind[kind], (A,), (B,)), errors_with(ratio))
+def test_verdicts_follow_the_curves(name, factors, holds):
+    outcome = judged(curves(**factors))[name]
+    assert outcome.holds is holds
+    if len(factors) == 1 and name != "faster":
+        (factor,) = factors.values()
+        if name in ("small", "close", "raw", "awa3") or factor > 1:
+            assert np.log(outcome.value) == pytest.approx(np.log(factor), rel=0.1)
+
+
+def test_the_worst_of_several_curves_decides_and_is_named():
+    outcome = judged(curves(**{"exp_0.25": 0.93, "awa_0.25": 1.09, "awa3_0.25": 1.01}))["close"]
+    assert outcome.text.startswith("awa 9 % above true at t = ")
+
+
+def test_old_examples_penalize_early_only_if_the_gap_is_gone_at_the_end():
+    means = curves(expk_100=1.5)
+    means[Curve("k = 100", "expk")][300:] *= 1.3
+    assert not judged(means)["early"].holds
+
+
+def test_a_rate_is_a_slope_over_the_second_half():
+    means, t = curves(), np.arange(1, 401)
+    assert judged(means)["rate"].value == pytest.approx(1)
+    awa3 = Curve("c = 0.5", "awa3")
+    means[awa3] = 5 * t**-1.1  # elsewhere, and slightly steeper
+    outcome = judged(means)["rate"]
+    assert outcome.value == pytest.approx(2**-0.1)
+    assert outcome.text.startswith("slopes -1.10 and -1.00 from t = 200")
+    assert outcome.holds
+    means[awa3] = t**-1.2
+    assert not judged(means)["rate"].holds
+
+
+def test_many_iterates_are_before_the_noise_ball_or_few_or_all():
+    claim = next(claim for claim in CLAIMS if claim.name == "ball")
+    assert not claim.seeds
+    reached = noise_ball(Problem(), 1.1)
+    assert claim.judge(Problem(), {}).value == reached / 1000
+    assert claim.judge(Problem(), {}).holds
+    assert not claim.judge(Problem(batches=20 * reached), {}).holds
+    assert not claim.judge(Problem(batches=reached - 1), {}).holds
+
+
+def test_every_claim_quotes_the_paper_and_says_what_is_compared():
+    claims = CLAIMS + STREAM_CLAIMS
+    assert len({claim.name for claim in claims}) == len(claims)
+    words = [quote.words for claim in claims for quote in claim.quotes]
+    assert len(set(words)) == len(words)
+    places = {quote.place for claim in claims for quote in claim.quotes}
+    assert places == {
+        "Abstract", "Introduction", "Section 2", "Section 3", "Figure 1", "Figure 2", "Experiments"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("agreeing", "verdict"),
+    [(10, "holds"), (9, "holds"), (8, "depends"), (2, "depends"), (1, "fails"), (0, "fails")],
+)
+def test_a_claim_holds_if_nine_of_ten_seeds_say_so(agreeing, verdict):
+    claim = Claim("x", (Quote("x", "x"),), "x", lambda *_: Outcome(1.0, "", 0.0))
+    outcomes = [Outcome(float(i), "", 0.1 if i < agreeing else -0.1) for i in range(10)]
+    finding = Finding(claim, outcomes)
+    assert finding.agreeing == agreeing
     assert finding.verdict is Verdict[verdict]
-    if kind in ("alike", "apart") or ratio > 1:
-        assert finding.figure.t == 40
-        assert finding.figure.ratio == pytest.approx(ratio)
+    assert finding.span == (0, 9)
 
 
-def test_verdicts_depend_on_the_margin():
-    finding = judge(Claim("x", "x", Kind.behind, (A,), (B,)), errors_with(1.12))
-    verdicts = [finding.verdict_at(margin) for margin in (1.05, 1.1, 1.12, 1.2)]
-    assert verdicts == [Verdict.holds, Verdict.holds, Verdict.undecided, Verdict.fails]
-    assert finding.verdict is finding.verdict_at(1.1)
+def test_claims_are_judged_on_every_seed_unless_seeds_do_not_matter():
+    by_seed = [curves(), curves(**{"exp_0.5": 1.5}), curves(**{"exp_0.5": 1.3})]
+    found = {row.claim.name: row for row in find(CLAIMS, Problem(batches=400), by_seed)}
+    assert [outcome.holds for outcome in found["exp"].outcomes] == [False, True, True]
+    assert len(found["ball"].outcomes) == 1
 
 
-def test_noise_leaves_a_verdict_undecided():
-    claim = Claim("x", "x", Kind.behind, (A,), (B,))
-    assert judge(claim, errors_with(1.2, spread=0.01)).verdict is Verdict.holds
-    assert judge(claim, errors_with(1.2, spread=1.0)).verdict is Verdict.undecided
+# What needs no SGD
 
 
-def test_ratios_are_paired_geometric_means_with_standard_errors():
-    errors = errors_with(1.2, spread=0.3)
-    ratio, error = ratios(np.log(errors[A] / errors[B]))
-    by_run = [errors[A][39, run] / errors[B][39, run] for run in range(50)]
-    mean = np.prod(by_run) ** (1 / 50)
-    variance = sum((np.log(r) - np.log(mean)) ** 2 for r in by_run) / 49
-    assert ratio[39] == pytest.approx(mean)
-    assert error[39] == pytest.approx(mean * (variance / 50) ** 0.5)
+@pytest.mark.parametrize("c", [0.25, 0.5])
+def test_the_share_follows_the_weights_of_the_papers_recurrence(c):
+    """From n equal weights at t = 8, by the paper's γ_t and a list of all weights."""
+    weights = [1 / 5] * 5
+    for t in range(9, 61):
+        gamma = c * (t - 1) / (1 + c * (t - 1)) * (1 - ((1 - c) / (t * (t - 1))) ** 0.5 / c)
+        weights = [gamma * weight for weight in weights] + [1 - gamma]
+    expected = 1 / sum(weight**2 for weight in weights) / 60
+    assert settled_share(c, 5.0, 8, 60) == pytest.approx(expected)
 
 
-def test_a_claim_may_start_late_and_be_against_the_end():
-    errors = errors_with(1.2)
-    claim = Claim("x", "x", Kind.behind, (A,), (B,), since=0.5)
-    assert judge(claim, errors).verdict is Verdict.fails
-    errors[A][-1] *= 1.2
-    ended = Claim("x", "x", Kind.behind, (A,), (B,), against_end=True)
-    assert judge(ended, errors).figure.ratio == pytest.approx(1.0)
+def test_variances_are_those_of_the_weights():
+    got = variances(seed=1, total=60, streams=20_000)
+    for curve, rule in promised(60).items():
+        expected = np.square(weight_matrix(rule, 60)).sum(axis=1)
+        np.testing.assert_allclose(got[curve], expected, rtol=6 * (2 / 20_000) ** 0.5)
+        k = sizes(rule, 60)
+        assert ((1 / (k + 1) < expected + 1e-12) & (expected < 1 / k + 1e-12)).all()
 
 
-def test_every_claim_can_come_out_both_ways():
-    rng = np.random.default_rng(1)
-    same = dict.fromkeys(methods(100), rng.lognormal(size=(100, 8)))
-    for claim in CLAIMS:
-        bent = dict(same)
-        bent[claim.over[0]] = same[claim.over[0]].copy()
-        bent[claim.over[0]][60] *= 1.5
-        verdicts = {judge(claim, errors).verdict for errors in (same, bent)}
-        assert verdicts == {Verdict.holds, Verdict.fails}, claim.name
+def test_the_stream_claims_can_come_out_both_ways(monkeypatch):
+    problem = Problem(batches=100)
+    settles, variance = STREAM_CLAIMS
+    assert settles.judge(problem, {}).holds
+    kept = variances(0, 100)
+    assert variance.judge(problem, kept).holds
+    for factor in (0.5, 1.15):
+        curve = Curve("c = 0.5", "awa")
+        assert not variance.judge(problem, {**kept, curve: factor * kept[curve]}).holds
+    monkeypatch.setattr("tailavg.experiments.noise.Exponential", lambda _: Exponential(10))
+    assert not settles.judge(problem, {}).holds  # k_t goes to 10
 
 
-def test_the_sweep_measures_every_claim_at_every_step_and_survives_divergence():
-    found = sweep(replace(SMALL, batches=400), [0.1, 50.0])
-    assert [finding.claim for finding in found[0.1]] == list(CLAIMS)
-    assert all(finding.figure is not None for finding in found[0.1])
-    assert {finding.verdict for finding in found[50.0]} == {Verdict.diverged}
+# All measurements together
+
+
+def test_a_run_has_every_seed_and_step_and_survives_a_step_that_diverges(monkeypatch):
+    problem = replace(SMALL, step=0.05)
+    monkeypatch.setattr(Plan, "other_steps", [0.1, 1e9])
+    result = run(Plan(problem, 51, quick=True))
+    rules = methods(60)
+    for seed, means in enumerate(result.by_seed, start=problem.seed):
+        errors = measure(replace(problem, seed=seed), rules)
+        for curve in rules:
+            np.testing.assert_array_equal(means[curve], errors[curve].mean(axis=1))
+    assert list(result.by_step) == [0.05, 0.1, 1e9]
+    assert result.by_step[1e9] is None
+    other = replace(problem, step=0.1)
+    means = {curve: errors.mean(axis=1) for curve, errors in measure(other, rules).items()}
+    assert result.by_step[0.1] == [claim.judge(other, means) for claim in CLAIMS]
+    assert [row.claim for row in result.findings] == [*CLAIMS, *STREAM_CLAIMS]
+
+
+def test_a_full_run_has_ten_seeds_and_the_steps_up_to_the_bound():
+    plan = Plan(Problem(), 850)
+    assert plan.seeds == 10
+    assert len(plan.other_steps) == 5
+    assert plan.other_steps[-1] == plan.problem.guaranteed_step
+    assert plan.problem.default_step in Plan(Problem(step=0.1), 850).other_steps
+
+
+def test_an_interrupt_ends_every_thread():
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    before = threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        run(Plan(replace(SMALL, batches=100_000), 51), seeds_advance=interrupt)
+    assert threading.active_count() == before
 
 
 # The figures
@@ -297,7 +478,8 @@ def folder(tmp_path_factory):
     output = tmp_path_factory.mktemp("reproduce") / "new" / "output"
     done = CliRunner().invoke(app, ["reproduce", *OPTIONS, "--output", str(output)])
     assert done.exit_code == 0, done.output
-    assert "At c = 0.5, exp falls" in done.stdout
+    assert "claims of the paper hold" in done.stdout.splitlines()[0]
+    assert "exp performs" in done.stdout
     assert f"Report: {output / 'report.html'}" in done.stdout.replace("\n", "")
     return output
 
@@ -309,15 +491,25 @@ def test_the_folder_has_every_file_and_no_other(folder):
 def test_the_claims_are_those_of_the_options(folder):
     saved = json.loads((folder / "claims.json").read_text())
     problem = replace(SMALL, seed=0)
-    assert saved["options"] == {**vars(problem), "at": 51}
+    assert saved["options"] == {**vars(problem), "step": problem.default_step, "at": 51}
+    assert saved["seeds"] == [0, 1]
     assert set(saved["versions"]) == {"tailavg", "python", "numpy", "matplotlib"}
-    errors = measure(problem, methods(60))
-    for claim, row in zip(CLAIMS, saved["claims"], strict=True):
-        finding = judge(claim, errors)
-        assert row["sentence"] == claim.sentence
+    by_seed = [
+        {curve: errors.mean(axis=1) for curve, errors in measure(one, methods(60)).items()}
+        for one in (problem, replace(problem, seed=1))
+    ]
+    findings = find(CLAIMS, problem, by_seed)
+    for finding, row in zip(findings, saved["claims"], strict=False):
+        assert [quote["words"] for quote in row["quotes"]] == [
+            quote.words for quote in finding.claim.quotes
+        ]
         assert row["verdict"] == finding.verdict
-        assert row["figure"] == pytest.approx(vars(finding.figure))
-    assert len(saved["sweep"]) >= 5
+        assert row["values"] == pytest.approx([outcome.value for outcome in finding.outcomes])
+    assert len(saved["claims"]) == len(CLAIMS + STREAM_CLAIMS)
+    assert [row["step"] for row in saved["steps"]] == sorted(
+        {problem.default_step, *Plan(problem, 51, quick=True).other_steps}
+    )
+    assert saved["largest_stable_step"] == pytest.approx(largest_stable_step(problem))
 
 
 def test_the_curves_are_the_errors(folder):
@@ -331,8 +523,8 @@ def test_the_curves_are_the_errors(folder):
     for curve, values in errors.items():
         mean, error = values[29].mean(), values[29].std(ddof=1) / 3**0.5
         exact = errors[Curve(curve.window, "truek" if "k" in curve.window else "true")]
-        ratio = np.exp(np.log(values[29] / exact[29]).mean())
-        assert rows[curve, 30][:3] == pytest.approx([mean, error, ratio], rel=1e-5)
+        ratio, smooth = mean / exact[29].mean(), gap(values.mean(axis=1), exact.mean(axis=1))[29]
+        assert rows[curve, 30] == pytest.approx([mean, error, ratio, smooth], rel=1e-5)
 
 
 def test_the_tails_are_their_errors_and_one_is_best_at_each_step(folder):
@@ -356,19 +548,38 @@ def test_the_page_needs_nothing_else_and_suits_phones_and_the_dark(folder):
     assert "prefers-color-scheme: dark" in page
     assert not re.search(r'(src|href)="(?!#)|<link|<script|@import|url\((?!#)', page)
     assert figures.INK not in page.partition("</style>")[2]
-    assert page.count("<svg") == 4 + 4 + 8 + 3 + 3
-    for claim in CLAIMS:
-        assert page.count(claim.sentence) == 2  # the claims, and the sweep
+    assert page.count("<use href") == page.count("role=") == 4 + 4 + 8 + 3 + 3
+    for claim in CLAIMS + STREAM_CLAIMS:
+        assert all(f"“{quote.words}”" in page for quote in claim.quotes)
+    order = ["claims of the paper hold", "Figure 1:", "Figure 2:", "The claims<", "The problem<"]
+    order += ["Figure 3:", "Figure 4:", "Figure 5:", "The claims at other step sizes"]
+    assert sorted(order, key=page.index) == order
     assert "Not in the paper, and chosen here" in page
 
 
+def test_the_views_of_a_figure_cover_it_without_overlap(folder):
+    page = (folder / "report.html").read_text()
+    for name, columns in (("figure1", 2), ("figure3", 2), ("figure5", 3)):
+        found = re.findall(rf'viewBox="([^"]*)"><use href="#{name}"', page)
+        boxes = np.array([[float(cell) for cell in box.split()] for box in found])
+        whole = re.search(r'viewBox="0 0 (\S+) (\S+)"', (folder / f"{name}.svg").read_text())
+        assert (boxes[:, 2] * boxes[:, 3]).sum() == pytest.approx(
+            float(whole[1]) * float(whole[2]), rel=1e-3
+        )
+        lefts, tops = ({*boxes[:, i]} for i in (0, 1))
+        assert (len(lefts), len(lefts) * len(tops)) == (columns, len(boxes))
+
+
 @pytest.mark.skipif(not REPRODUCTION.exists(), reason="the documentation is not here")
-def test_the_committed_claims_are_of_the_defaults_and_of_these_sentences():
+def test_the_committed_claims_are_of_the_defaults_and_of_these_quotes():
     saved = json.loads((REPRODUCTION / "claims.json").read_text())
-    assert saved["options"] == {**vars(Problem()), "at": 850}
-    assert [row["sentence"] for row in saved["claims"]] == [claim.sentence for claim in CLAIMS]
-    for claim, row in zip(CLAIMS, saved["claims"], strict=True):
-        assert Finding(claim, Ratio(**row["figure"])).verdict == row["verdict"]
+    defaults = {**vars(Problem()), "step": Problem().default_step, "at": 850}
+    assert saved["options"] == pytest.approx(defaults)
+    assert saved["seeds"] == list(range(10))
+    for claim, row in zip(CLAIMS + STREAM_CLAIMS, saved["claims"], strict=True):
+        assert row["quotes"] == [vars(quote) for quote in claim.quotes]
+        assert row["compared"] == claim.compared
+        assert row["of"] == len(row["values"]) == (10 if claim.seeds else 1)
     assert all(
         (REPRODUCTION / name).stat().st_size < 600_000 for name in FILES if name.endswith("svg")
     )
@@ -383,7 +594,7 @@ def test_the_same_command_writes_the_same_files(folder, tmp_path):
 
 def test_the_report_tells_a_command_that_gives_it():
     problem = replace(SMALL, step=0.2, optimum=1.0)
-    command = Result(problem, 40, True, {}, {}).command
+    command = Plan(problem, 40, quick=True).command
     assert command == (
         "tailavg reproduce --quick --step 0.2 --optimum 1.0 --seed 3 --runs 3 --batches 60 "
         "--batch-size 5 --dimension 4 --at 40"
@@ -446,11 +657,11 @@ def test_a_terminal_shows_progress_bars_on_stderr(tmp_path):
         table = process.stdout.read().decode()
     os.close(terminal)
     assert process.returncode == 0
-    assert "SGD with step 0.1" in shown
+    assert "2 seeds at step 0.309" in shown
     assert "━" in shown
     assert "Figures and report" in shown
     assert "Report:" in table
-    assert "SGD" not in table
+    assert "━━━ 0:" not in table
 
 
 def test_without_a_terminal_stderr_is_silent(tmp_path):
@@ -467,7 +678,7 @@ def test_ctrl_c_leaves_no_half_written_file(existed, tmp_path):
         (output / "claims.json").write_text("old")
     process, terminal = start(output, "--runs=2", "--batches=100000", "--dimension=4")
     with process:
-        assert "SGD with step" in read_until(terminal, "SGD with step")
+        assert "10 seeds at step" in read_until(terminal, "10 seeds at step")
         assert list(output.glob(".partial-*"))
         process.send_signal(signal.SIGINT)
         left = read_until(terminal, "never shown")

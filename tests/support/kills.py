@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import numpy as np
@@ -24,23 +25,41 @@ from tailavg.torch import ParameterAverage
 
 
 def check(write: Callable[[], Any], path: Path, most: int = 100, among: int | None = None) -> None:
-    """Kill processes that replace a file with another."""
-    old = path.read_bytes()
+    """Kill processes that replace a file or a folder with another."""
+    old = contents(path)
     assert not killed(write, at=-1)
-    new = path.read_bytes()
+    new = contents(path)
     assert new != old
     left, found = 0, set()
-    path.write_bytes(old)
+    put(path, old)
     for _ in kills(write, most, among):
-        assert path.read_bytes() in (old, new)
-        found.add(path.read_bytes() == new)
+        assert contents(path) in (old, new)
+        found.add(contents(path) == new)
         left = max(left, len(temporary(path)))
-        path.write_bytes(old)
+        put(path, old)
     assert found == {False, True}
     assert 0 < left <= 1  # the next one removed it
     assert not killed(write, at=-1)
-    assert path.read_bytes() == new
+    assert contents(path) == new
     assert not temporary(path)
+
+
+def contents(path: Path) -> Any:
+    if not path.is_dir():
+        return path.read_bytes() if path.exists() else None
+    return {file.name: file.read_bytes() for file in path.iterdir()}
+
+
+def put(path: Path, data: Any) -> None:
+    """Write a file, or a folder of files; None stands for nothing there."""
+    if path.is_dir():
+        rmtree(path)
+    if isinstance(data, bytes):
+        path.write_bytes(data)
+    elif data is not None:
+        path.mkdir()
+        for name, its in data.items():
+            (path / name).write_bytes(its)
 
 
 def temporary(path: Path) -> list[Path]:
@@ -63,6 +82,20 @@ def save_averaged(tmp_path: Path) -> None:
     torch.nn.init.zeros_(model.weight)
     average.update()
     check(lambda: average.save_averaged(path), path)
+
+
+def save_folder(tmp_path: Path) -> None:
+    """One that is replaced, and one that is new."""
+    path, model = tmp_path / "state", torch.nn.Linear(3, 2)
+    average = ParameterAverage(model, AnyTail(6), offload=tmp_path / "cold")
+    for step in range(60):
+        torch.nn.init.constant_(model.weight, step)
+        average.update()
+        if step == 50:
+            average.save(path)
+    check(lambda: average.save(path), path, most=300)
+    put(path, None)
+    check(lambda: average.save(path), path, most=200)
 
 
 def checkpoints(tmp_path: Path, suffix: str = ".safetensors") -> None:
@@ -96,7 +129,8 @@ def stream(tmp_path: Path) -> None:
 
 
 WRITES = {
-    write.__name__: write for write in (save, save_averaged, checkpoints, torch_checkpoints, stream)
+    write.__name__: write
+    for write in (save, save_averaged, save_folder, checkpoints, torch_checkpoints, stream)
 }
 
 if __name__ == "__main__":

@@ -132,6 +132,14 @@ def snapshot(value):
     return value
 
 
+def comparable(average):
+    """A state to compare; the mean of a block in which nothing is folded does not count."""
+    found = average.state_dict()
+    if found["starts"] and found["folded"] == found["starts"][-1]:
+        found = found | {"blocks": [*found["blocks"][: len(found["starts"]) - 1], None]}
+    return snapshot(found)
+
+
 class Walk:
     """Random weights, one draw per step, written into a model as an optimizer writes them."""
 

@@ -39,6 +39,7 @@ def shard_of(full: torch.Tensor, parameter: DTensor) -> torch.Tensor:
 
 def trained(model, rule, steps: int, **options):
     """An average over so many updates, and its history of full weights."""
+    options = {"trainable_only": False} | options
     average, history = ParameterAverage(model, rule, **options), History()
     for t in range(steps):
         full = fill(model, t)

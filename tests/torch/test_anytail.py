@@ -113,7 +113,8 @@ def test_averages_of_bfloat16_are_held_in_single_precision():
 
 def test_a_model_of_all_kinds_at_once_is_averaged(tmp_path):
     rule, model = AnyTail(6, 0.2), Odd()
-    average, walk = ParameterAverage(model, rule, update_every=2), Walk(model)
+    average = ParameterAverage(model, rule, update_every=2, trainable_only=False)
+    walk = Walk(model)
     history = History(model)
     for step in range(120):
         walk.step()

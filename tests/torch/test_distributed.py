@@ -19,7 +19,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from tailavg import AnytimeWindow
+from cases import short
+from tailavg import AnytimeWindow, Exponential
 from tailavg.torch import AveragedModel, ParameterAverage
 from torch_models import History, assert_averages, bits, small, wide
 from torch_processes import on_ranks
@@ -170,3 +171,66 @@ def mesh_rank(folder, kind):
 @pytest.mark.parametrize("kind", ["replicated shards", "sharded tensor parallel"])
 def test_models_on_a_mesh_of_two_dimensions_are_averaged(kind, tmp_path):
     assert all(on_ranks(4, mesh_rank, tmp_path, kind))
+
+
+# Offload
+
+
+def offload_rank(folder, rule):
+    """Every process has its own files, of its own shards, and the bits of memory."""
+    rank = dist.get_rank()
+    model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(model, mesh=mesh)
+    average, history = trained(model, rule, 150, offload=folder / "cold")
+    memory, _ = trained(model, rule, 150)
+    assert list((folder / "cold" / f"rank-{rank}").glob("mean-*"))
+    assert not list((folder / "cold").glob("mean-*"))
+    got = average.averaged_state_dict()
+    assert_averages(whole(got), history.average(rule))
+    for name, tensor in memory.averaged_state_dict().items():
+        assert bits({"": tensor.to_local()}) == bits({"": got[name].to_local()}), name
+    before = local_bits(model)
+    with average.average_parameters():
+        assert local_bits(model) != before
+    assert local_bits(model) == before
+    with pytest.raises(TypeError, match=r"save: .*not sharded.*torch\.distributed\.checkpoint"):
+        average.save(folder / "state")
+    dcp.save({"average": average.state_dict()}, checkpoint_id=folder / "dcp")
+    fresh = ParameterAverage(model, rule, offload=folder / "other")
+    state = {"average": fresh.state_dict()}
+    dcp.load(state, checkpoint_id=folder / "dcp")
+    fresh.load_state_dict(state["average"])
+    for name, tensor in fresh.averaged_state_dict().items():
+        assert bits({"": tensor.to_local()}) == bits({"": got[name].to_local()}), name
+
+
+@pytest.mark.parametrize("rule", [AnytimeWindow(20), Exponential(5)], ids=short)
+def test_shards_are_offloaded_each_by_its_own_process(rule, tmp_path):
+    on_ranks(2, offload_rank, tmp_path, rule)
+
+
+def ddp_offload_rank(folder):
+    model = small()
+    wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    average = ParameterAverage(wrapped, 10, offload=folder / "cold")
+    memory = ParameterAverage(model, 10)
+    average.attach(optimizer)
+    for step in range(40):
+        random = torch.Generator().manual_seed(2 * step + dist.get_rank())
+        optimizer.zero_grad()
+        wrapped(torch.rand(5, 3, generator=random)).square().mean().backward()
+        optimizer.step()
+        memory.update()
+    assert bits(average.averaged_state_dict()) == bits(memory.averaged_state_dict())
+    average.save(folder / f"state-{dist.get_rank()}")
+    memory.load(folder / f"state-{dist.get_rank()}")
+    assert bits(average.averaged_state_dict()) == bits(memory.averaged_state_dict())
+    got = average.averaged_state_dict()
+    averages = bits({name: got[name] for name, _ in model.named_parameters()})
+    return hashlib.sha256(repr(averages).encode()).hexdigest()
+
+
+def test_ranks_of_ddp_offload_side_by_side_and_agree_to_the_bit(tmp_path):
+    assert len(set(on_ranks(2, ddp_offload_rank, tmp_path))) == 1

@@ -52,11 +52,12 @@ def frozen_bits(tensors):
     return {n: x for n, x in bits(tensors).items() if n.startswith("frozen.") or n == "table"}
 
 
+@pytest.mark.parametrize("only", [True, False])
 @every_rule
-def test_frozen_weights_come_out_to_the_bit_from_every_read(rule, tmp_path):
+def test_frozen_weights_come_out_to_the_bit_from_every_read(rule, only, tmp_path):
     model = Half()
     window = 0.3 if isinstance(rule, AnyTail) else None
-    average = ParameterAverage(model, rule, buffers="average")
+    average = ParameterAverage(model, rule, buffers="average", trainable_only=only)
     before, weight = frozen_bits(model), []
     trained(model, average, 1000)
     with average.average_parameters(window):
@@ -85,7 +86,7 @@ def test_frozen_weights_come_out_to_the_bit_from_every_read(rule, tmp_path):
             parameter.zero_()
     average.copy_to(other, window)
     assert frozen_bits(other) == before
-    resumed = ParameterAverage(model, rule, buffers="average")
+    resumed = ParameterAverage(model, rule, buffers="average", trainable_only=only)
     resumed.load_state_dict(saved(average.state_dict()))
     resumed.copy_to(window=window)
     assert frozen_bits(model) == before
@@ -125,7 +126,7 @@ def test_frozen_weights_that_are_changed_by_hand_are_averaged(change):
     """Also those that are changed so little that nothing but the numbers tells."""
     weight = nn.Parameter(torch.ones(500), requires_grad=False)
     model = nn.ParameterDict({"w": weight})
-    average = ParameterAverage(model, AnytimeWindow(1.0))
+    average = ParameterAverage(model, AnytimeWindow(1.0), trainable_only=False)
     for step in range(400):
         if step == 300:
             by = torch.zeros(500)
@@ -173,7 +174,7 @@ def test_weights_that_merely_stay_are_off_by_less_than_the_bound(rule, dtype):
 
 def test_a_model_of_all_kinds_keeps_its_frozen_weights_in_a_swap():
     model = Odd(compiled=False)
-    average = ParameterAverage(model, AnytimeWindow(0.5))
+    average = ParameterAverage(model, AnytimeWindow(0.5), trainable_only=False)
     for _ in range(700):
         average.update()
     frozen = bits(dict(model.frozen.named_parameters()))

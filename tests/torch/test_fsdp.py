@@ -188,7 +188,7 @@ def test_a_swap_evaluates_the_averages_and_then_the_training_weights(tmp_path):
 def update_after_evaluation_rank(folder):
     """An update while the root is still unsharded sees the shards that the optimizer writes."""
     model, rule = sharded(), AnytimeWindow(20)
-    average, history = ParameterAverage(model, rule), History()
+    average, history = ParameterAverage(model, rule, trainable_only=False), History()
     for t in range(25):
         model.eval()
         with torch.no_grad():
@@ -277,7 +277,7 @@ def restore_rank(folder, rule, steps, how):
     if how == "into a used one":
         average, _ = trained(model, rule, 33)
     else:
-        average = ParameterAverage(model, rule)  # never updated
+        average = ParameterAverage(model, rule, trainable_only=False)  # never updated
     if how == "by itself":
         dcp.load({"average": average}, checkpoint_id=folder / "by-itself")
     else:
@@ -332,7 +332,7 @@ def errors_rank(folder):
             raise KeyboardInterrupt
     except KeyboardInterrupt:
         assert local_bits(model) == before
-    other = ParameterAverage(sharded(seed=1), AnytimeWindow(20))
+    other = ParameterAverage(sharded(seed=1), AnytimeWindow(20), trainable_only=False)
     good = copy.copy(average.state_dict())
     partial = dict(good["partial"])
     del partial["gate.bias"]
@@ -373,7 +373,7 @@ def wrapped_rank(folder):
     model = sharded()
     compiled = torch.compile(model, backend="eager")
     average, history = trained(model, AnytimeWindow(20), 5)
-    other = ParameterAverage(compiled, AnytimeWindow(20))
+    other = ParameterAverage(compiled, AnytimeWindow(20), trainable_only=False)
     assert list(other.state_dict()["partial"]) == list(average.state_dict()["partial"])
     other.load_state_dict(average.state_dict())
     assert local_state(other) == local_state(average)
@@ -387,7 +387,10 @@ def test_wrappers_around_a_sharded_model_are_seen_through(tmp_path):
 
 def update_every_rank(folder):
     model = sharded()
-    average, history = ParameterAverage(model, AnytimeWindow(5), update_every=3), History()
+    average, history = (
+        ParameterAverage(model, AnytimeWindow(5), trainable_only=False, update_every=3),
+        History(),
+    )
     for t in range(40):
         full = fill(model, t)
         average.update()
@@ -395,7 +398,9 @@ def update_every_rank(folder):
             history.record(full)
         if t == 19:
             dcp.save({"average": average}, checkpoint_id=folder / "phase")
-            average = ParameterAverage(model, AnytimeWindow(5), update_every=3)
+            average = ParameterAverage(
+                model, AnytimeWindow(5), trainable_only=False, update_every=3
+            )
             dcp.load({"average": average}, checkpoint_id=folder / "phase")
     assert average.count == 13
     assert_averages(average.full_state_dict(), history.average(AnytimeWindow(5)))
@@ -416,7 +421,7 @@ def checkpointed_rank(folder):
         for part in (*model.blocks, model.low):
             fully_shard(part, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        average = ParameterAverage(model, AnytimeWindow(0.5))
+        average = ParameterAverage(model, AnytimeWindow(0.5), trainable_only=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         average.attach(optimizer)
         for _ in range(80):

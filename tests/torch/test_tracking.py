@@ -379,5 +379,5 @@ def test_tensors_without_numbers_are_refused_at_once_unless_excluded(change):
     model = small()
     change(model)
     with pytest.raises(ValueError, match=r"0\.weight"):
-        ParameterAverage(model, 10)
+        ParameterAverage(model, 10, trainable_only=False)
     ParameterAverage(model, 10, exclude="0.weight").update()

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from enum import StrEnum
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import typer
@@ -69,7 +69,7 @@ def profile(
     ] = 5,
     parameters: Annotated[
         str | None,
-        typer.Option(help="Numbers in a sample, such as 7e9; adds a column for memory."),
+        typer.Option(help="Numbers in a sample, such as 7e9; adds columns for memory."),
     ] = None,
     dtype: Annotated[
         Dtype,
@@ -92,19 +92,15 @@ def profile(
     numbers = None if parameters is None else _parse_whole(parameters, "--parameters")
     rules = _rules(chosen, t, accumulators)
     profiles = {name: _profile(rule, t) for name, rule in rules.items()}
-    memory = (
-        {}
-        if numbers is None
-        else {
-            name: _arrays(rules[name], got) * numbers * np.dtype(dtype.value).itemsize
-            for name, got in profiles.items()
-        }
-    )
+    memory: dict[str, Memory] = {}
+    if numbers is not None:
+        size = numbers * np.dtype(dtype.value).itemsize
+        memory = {name: _memory(rules[name], got, size) for name, got in profiles.items()}
     if plot is not None:
         _plot(rules, t, plot)
     if output is Output.json:
         rows = [
-            {"method": name} | asdict(got) | ({"memory": memory[name]} if memory else {})
+            {"method": name} | asdict(got) | (_as_json(memory[name]) if memory else {})
             for name, got in profiles.items()
         ]
         typer.echo(json.dumps(rows, indent=2))
@@ -180,15 +176,30 @@ def _scaled(rule: WindowRule, t: int) -> tuple[WindowRule, int, int]:
     return Exponential(window), t // scale, scale
 
 
-def _arrays(rule: WindowRule, got: Profile) -> int:
-    """How many arrays with the shape of a sample the rule holds."""
-    return got.accumulators + (not isinstance(rule, ExactWindow))
+class Memory(NamedTuple):
+    """Bytes that an average holds."""
+
+    hot: int
+    """What every update touches: the sum."""
+    cold: int
+    """What folds, turns and reads touch: the means. It may be kept elsewhere."""
+
+
+def _memory(rule: WindowRule, got: Profile, size: int) -> Memory:
+    """The memory of a method, if an array with the shape of a sample takes so many bytes."""
+    if isinstance(rule, ExactWindow):
+        return Memory(got.accumulators * size, 0)
+    return Memory(size, got.accumulators * size)
+
+
+def _as_json(memory: Memory) -> dict[str, int]:
+    return {"memory": sum(memory), **memory._asdict()}
 
 
 def _print_table(
     rules: Mapping[str, WindowRule],
     profiles: Mapping[str, Profile],
-    memory: Mapping[str, int],
+    memory: Mapping[str, Memory],
     dtype: Dtype,
 ) -> None:
     from rich import box
@@ -204,7 +215,7 @@ def _print_table(
         title_justify="left",
     )
     columns = ["accumulators", "effective\nsize", "mean\nage", "oldest\nage"]
-    for column in [*columns, "memory"] if memory else columns:
+    for column in [*columns, "hot\nmemory", "cold\nmemory"] if memory else columns:
         table.add_column(column, justify="right", no_wrap=True)
     scaled = False
     for name, got in profiles.items():
@@ -217,14 +228,15 @@ def _print_table(
             f"{about}{got.mean_age:,.1f}",
             f"{got.oldest_age:,}",
         ]
-        table.add_row(*cells, *([_in_bytes(memory[name])] if memory else []))
+        table.add_row(*cells, *map(_in_bytes, memory.get(name, ())))
     console = Console(highlight=False, width=200)  # never cut a number short
     console.print(table)
     console.print("exact holds samples, not accumulators; an age of 0 is the newest sample.")
     if memory:
         console.print(
-            f"Memory: the accumulators in {dtype}, and one array for the sum of recent samples;\n"
-            "for exact, the samples. Scratch arrays are not counted."
+            f"Memory in {dtype}. Hot: the sum, touched by every update; for exact, the samples.\n"
+            "Cold: the accumulators, touched every few hundred updates and by reads; in PyTorch,\n"
+            "ParameterAverage(..., offload=folder) keeps them on disk. Scratch is not counted."
         )
     if scaled:
         console.print(f"≈ scaled up from about {WALKED:,} samples: accurate to 4 digits.")

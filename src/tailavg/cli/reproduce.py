@@ -14,8 +14,7 @@ import typer
 from tailavg.cli.common import fail
 
 if TYPE_CHECKING:
-    from tailavg.experiments.regression import Problem
-    from tailavg.experiments.report import Result
+    from tailavg.experiments.run import Plan, Result
 
 __all__ = ["reproduce"]
 
@@ -25,16 +24,21 @@ def reproduce(
         Path, typer.Option("--output", "-o", help="The folder to write to.", file_okay=False)
     ] = Path("reproduction"),
     quick: Annotated[
-        bool, typer.Option("--quick", help="Fewer runs and step sizes, for a look in seconds.")
+        bool, typer.Option("--quick", help="Fewer runs, seeds and steps: a look in seconds.")
     ] = False,
-    step: Annotated[float, typer.Option(help="The step size of SGD.")] = 0.1,
+    step: Annotated[
+        float | None,
+        typer.Option(help="The step size of SGD; by default b / (2 tr H + 2(b+1)‖H‖), 1/3 here."),
+    ] = None,
     start: Annotated[
         str, typer.Option(help="w₀: a number for all coordinates, or normal.", metavar="POINT")
     ] = "0",
     optimum: Annotated[
         str, typer.Option(help="w*: a number for all coordinates, or normal.", metavar="POINT")
     ] = "normal",
-    seed: Annotated[int, typer.Option(min=0, help="The seed of the random numbers.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="The first of ten seeds, or of two with --quick.")
+    ] = 0,
     runs: Annotated[
         int | None,
         typer.Option(min=2, help="Runs to average over; by default 100, or 20 with --quick."),
@@ -52,13 +56,14 @@ def reproduce(
 
     Writes report.html, the figures (SVG and PNG), curves.csv, tails.csv, claims.json and claims.md
     to a folder. The step size, the start w₀ and the solution w* are options, since the paper does
-    not give them.
+    not give them. By default the step is half of the largest one that is guaranteed to be stable.
 
     Example: tailavg reproduce --step 0.2 --output step-0.2
     """
     if find_spec("matplotlib") is None:
         fail("reproduce draws figures with matplotlib: pip install 'tailavg[cli,plot]'")
     from tailavg.experiments.regression import DivergedError, Problem
+    from tailavg.experiments.run import Plan
 
     at = at or max(1, round(0.85 * batches))
     if at > batches:
@@ -78,7 +83,7 @@ def reproduce(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     try:
-        result = _run(problem, at, quick, output)
+        result = _run(Plan(problem, at, quick), output)
     except DivergedError as error:
         fail(f"{error}; try a smaller --step")
     except OSError as error:
@@ -95,14 +100,14 @@ def _point(text: str) -> Any:
         raise typer.BadParameter(f'expected a number or "normal", got {text!r}') from error
 
 
-def _run(problem: Problem, at: int, quick: bool, output: Path) -> Result:
+def _run(plan: Plan, output: Path) -> Result:
     """Measure, draw and write to a folder inside `output`; move the files out when whole."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from tailavg.experiments import claims, regression, report
+    from tailavg.experiments import report, run
 
-    steps = [step for step in claims.STEPS[: 5 if quick else None] if step != problem.step]
+    problem, others = plan.problem, len(plan.other_steps)
     console = Console(stderr=True)
     existed = output.exists()
     partial = output / f".partial-{token_hex(4)}"
@@ -113,17 +118,16 @@ def _run(problem: Problem, at: int, quick: bool, output: Path) -> Result:
             bars = [
                 progress.add_task(name, total=total)
                 for name, total in (
-                    (f"SGD with step {problem.step:g}", problem.batches),
-                    (f"{len(steps)} other step sizes", problem.batches * len(steps)),
+                    (
+                        f"{plan.seeds} seeds at step {problem.used_step:.3g}",
+                        plan.seeds * problem.batches,
+                    ),
+                    (f"{others} other step sizes", others * problem.batches),
                     ("Figures and report", 6),
                 )
             ]
             tell = [lambda done, bar=bar: progress.advance(bar, done) for bar in bars]
-            rules = regression.methods(problem.batches) | regression.turns()
-            errors = regression.measure(problem, rules, tell[0])
-            found = claims.sweep(problem, steps, tell[1])
-            found[problem.step] = claims.judge_all(errors)
-            result = report.Result(problem, at, quick, errors, dict(sorted(found.items())))
+            result = run.run(plan, *tell[:2])
             report.write(result, partial, tell[2])
             for file in sorted(partial.iterdir()):
                 file.replace(output / file.name)
@@ -139,9 +143,17 @@ def _show(result: Result, output: Path) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("the paper says", "ratio of errors, at its t", "verdict")
+    from tailavg.experiments import report
+
+    for sentence in report.summary(result):
+        typer.echo(sentence)
+    table = Table("the paper says", "measured", "verdict", pad_edge=False)
     for row in result.findings:
-        table.add_row(row.claim.sentence, str(row.figure), row.verdict.value)
-    console = Console()
-    console.print(table)
+        quote, outcome = row.claim.quotes[0], row.outcomes[0]
+        table.add_row(
+            f"{quote.place}: “{quote.words}”",
+            f"{report.value(outcome.value)}: {outcome.text}",
+            f"{row.verdict}\n{report.agreement(row)}",
+        )
+    Console().print(table)
     typer.echo(f"Report: {(output / 'report.html').resolve()}")

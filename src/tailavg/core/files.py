@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, by one process at a time."""
+"""Files and folders that are written whole or not at all, by one process at a time."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import errno
 import os
 import re
 import secrets
+import shutil
 import stat
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,7 +19,7 @@ try:
 except ImportError:  # on Windows, where an open file cannot be renamed or removed
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["InUseError", "check_writable", "locked", "whole_file"]
+__all__ = ["InUseError", "check_writable", "locked", "whole_file", "whole_folder"]
 
 _LONGEST = 200  # bytes of a name in that of its temporary file: there is a limit of some 255
 
@@ -58,6 +60,45 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         raise
 
 
+@contextmanager
+def whole_folder(
+    path: str | os.PathLike[str], replaces: Callable[[Path], bool] = lambda _: False
+) -> Iterator[Path]:
+    """A folder under a temporary name, which gets its own name when all is on disk.
+
+    Whoever writes a file into it syncs that file. Whatever is raised before the end leaves an old
+    folder as it was, and nothing else behind. What a killed process left is removed.
+
+    Args:
+        path: Its name.
+        replaces: Whether it may take the place of this folder, which is not empty.
+    """
+    target = Path(os.path.realpath(path))
+    replaced = target.is_dir() and any(target.iterdir())
+    if target.exists() and not (replaces(target) if replaced else target.is_dir()):
+        raise FileExistsError(
+            errno.EEXIST, "expected a new name or that of its like, got other files", str(path)
+        )
+    _remove_leftovers(target)
+    temporary = _temporary(target)
+    if not target.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(target.parent))
+    temporary.mkdir()
+    try:
+        with _opened_folder(temporary) as opened:
+            if opened is not None and not (_lock(opened) and _is(temporary, opened)):
+                # another process took it for a leftover before it was locked
+                with whole_folder(path, replaces) as another:
+                    yield another
+                return
+            yield temporary
+            _sync(opened)
+            (_exchange if replaced else os.replace)(temporary, target)
+            _sync_folder(target.parent)
+    finally:  # or what was replaced
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
 def check_writable(path: str | os.PathLike[str]) -> None:
     """Raise the OSError that `whole_file` would raise, without writing anything."""
     temporary = _temporary(_target(path)[0])
@@ -90,7 +131,7 @@ def locked(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     finally:
-        if fcntl is not None:
+        if fcntl is not None and _is(lock, file):  # and not that of a folder made anew
             lock.unlink(missing_ok=True)
         os.close(file)
 
@@ -129,9 +170,15 @@ def _remove_leftovers(target: Path) -> None:
     with suppress(OSError):  # whose files are not ours to read or to remove
         for found in target.parent.iterdir():
             if pattern.fullmatch(found.name):
-                with suppress(OSError), found.open("rb") as file:
-                    if _lock(file.fileno()):
-                        found.unlink()
+                with suppress(OSError):
+                    if found.is_dir():
+                        with _opened_folder(found) as opened:
+                            if opened is not None and _lock(opened):
+                                shutil.rmtree(found)
+                        continue
+                    with found.open("rb") as file:
+                        if _lock(file.fileno()):
+                            found.unlink()
 
 
 def _lock(file: int) -> bool:
@@ -157,18 +204,54 @@ def _is(path: Path, file: int) -> bool:
     return os.path.samestat(named, os.fstat(file))
 
 
-def _sync_folder(folder: Path) -> None:
-    """Let a new name in a folder reach the disk, where folders can be opened."""
+def _exchange(one: Path, other: Path) -> None:
+    """Let two folders change names, in one step."""
+    import ctypes  # which takes milliseconds
+
+    library: Any = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None
+    names = os.fsencode(one), os.fsencode(other)
+    if hasattr(library, "renameat2"):
+        here, both = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+        failed = library.renameat2(here, names[0], here, names[1], both)
+    elif sys.platform == "darwin":
+        failed = library.renamex_np(*names, 2)  # RENAME_SWAP
+    else:
+        ctypes.set_errno(errno.ENOSYS)
+        failed = True
+    if failed:
+        reason = os.strerror(ctypes.get_errno())
+        raise OSError(
+            ctypes.get_errno(), f"cannot replace a folder in one step here: {reason}", str(other)
+        )
+
+
+@contextmanager
+def _opened_folder(folder: Path) -> Iterator[int | None]:
+    """A folder that is open, where folders can be opened."""
     if os.name != "posix":
+        yield None
         return
     try:
         opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except PermissionError:  # a folder may be writable and not readable
+        yield None
         return
     try:
-        os.fsync(opened)
+        yield opened
+    finally:
+        os.close(opened)
+
+
+def _sync(opened: int | None) -> None:
+    try:
+        if opened is not None:
+            os.fsync(opened)
     except OSError as error:
         if error.errno != errno.EINVAL:  # a file system without it
             raise
-    finally:
-        os.close(opened)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Let a new name in a folder reach the disk."""
+    with _opened_folder(folder) as opened:
+        _sync(opened)

@@ -29,9 +29,11 @@ blocks of one sample.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -40,8 +42,9 @@ from zipfile import ZIP_STORED, ZipFile
 import numpy as np
 import numpy.typing as npt
 
-from tailavg.core.files import whole_file
+from tailavg.core.files import whole_file, whole_folder
 from tailavg.core.rules import AnyTail, AnytimeWindow, ExactWindow, Exponential, RawTail, Rule
+from tailavg.core.tensors import NAMES, Entry, header, mapped
 from tailavg.core.windows import MOST, Fixed, Growing, shown
 
 __all__ = [
@@ -56,11 +59,14 @@ __all__ = [
     "named",
     "nothing_yet",
     "plain",
+    "read",
     "read_file",
+    "read_folder",
     "rule_from",
     "state",
     "unnamed",
     "write_file",
+    "write_folder",
 ]
 
 FORMAT = "tailavg"
@@ -80,6 +86,9 @@ _KEYS: dict[str, Any] = {
     "partial": (int, float, complex, str, list, tuple, np.number, np.ndarray, Mapping),
 }
 _OPTIONAL: dict[str, Any] = {"calls": int}
+_SCALARS, _OPEN = "state.json", "open.safetensors"  # in a folder
+_NAMES_OF_FILES = re.compile(r"state\.json|open\.safetensors|block-\d+-\d+\.safetensors")
+_NO_LINKS = {errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS}
 _DTYPES = {np.dtype(code).name: np.dtype(code) for code in "fdgFDG"}
 _TYPES: dict[str, Any] = {
     kind.__name__: kind
@@ -341,6 +350,128 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
         except Exception as error:  # a damaged file fails in as many ways as there are
             raise ValueError(f"{path}: expected a file saved by tailavg, got: {error}") from error
     return check(state)
+
+
+def write_folder(
+    path: str | os.PathLike[str],
+    state: Mapping[str, Any],
+    array: Callable[[Any], npt.NDArray[Any]] = np.asarray,
+    written: Mapping[int, Path] | None = None,
+) -> None:
+    """Write a state of arrays by name to a folder, whole or not at all.
+
+    A closed block never changes, so its file may be shared: folders on one file system link it.
+
+    Args:
+        path: The folder. One that holds a state, and nothing else, is replaced.
+        state: The state.
+        array: What makes an array of what the state holds.
+        written: The files of blocks that are written already.
+    """
+    state = check(state)
+    starts = list(state["starts"])
+    scalars = {key: value for key, value in state.items() if key not in ("blocks", "partial")}
+    with whole_folder(path, _is_state) as folder:
+        for i, name in enumerate(_block_files(starts)):
+            if not _linked((written or {}).get(i), folder / name):
+                _write_arrays(folder / name, state["blocks"][i], array)
+        parts = {f"sum.{name}": value for name, value in state["partial"].items()}
+        if starts and state["folded"] > starts[-1]:
+            mean = state["blocks"][len(starts) - 1]
+            parts |= {f"mean.{name}": value for name, value in mean.items()}
+        _write_arrays(folder / _OPEN, parts, array)
+        with (folder / _SCALARS).open("x", encoding="utf-8") as file:
+            json.dump(scalars, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _is_state(folder: Path) -> bool:
+    """Whether a folder holds a state, and nothing else."""
+    if not all(_NAMES_OF_FILES.fullmatch(file.name) for file in folder.iterdir()):
+        return False
+    try:
+        found = json.loads((folder / _SCALARS).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and found.get("format") == FORMAT
+
+
+def _linked(source: Path | None, path: Path) -> bool:
+    """Give a file a second name, if there is one and the file system can."""
+    if source is None:
+        return False
+    try:
+        os.link(source, path)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        return False
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return True
+
+
+def _write_arrays(
+    path: Path, arrays: Mapping[str, Any], array: Callable[[Any], npt.NDArray[Any]]
+) -> None:
+    """Write arrays to a safetensors file, one by one."""
+    entries = []
+    for name, value in arrays.items():
+        found = array(value)
+        if found.dtype.name not in NAMES:
+            raise TypeError(
+                f"save: {name}: expected a dtype that safetensors has, got {found.dtype}; save "
+                "state_dict() with torch.save"
+            )
+        entries.append(Entry(name, NAMES[found.dtype.name], found.shape, found.nbytes))
+    order = list(NAMES.values())
+    entries.sort(key=lambda entry: order.index(entry.dtype))
+    with path.open("xb") as file:
+        file.write(header(entries, unit=64))
+        for entry in entries:
+            numbers = np.ascontiguousarray(array(arrays[entry.name]))
+            file.write(numbers.astype(numbers.dtype.newbyteorder("<"), copy=False).data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _block_files(starts: Sequence[int]) -> list[str]:
+    """The names of the files of closed blocks."""
+    return [f"block-{start}-{end}.safetensors" for start, end in pairwise(starts)]
+
+
+def read_folder(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The state in a folder that `write_folder` wrote. Arrays are read when they are looked at.
+
+    Raises:
+        ValueError: If anything in it is missing, damaged or of another version; it names the file.
+    """
+    folder = Path(path)
+    scalars = folder / _SCALARS
+    try:
+        state = json.loads(scalars.read_text(encoding="utf-8"))
+        starts = check({**state, "blocks": [], "partial": {}})["starts"]
+        blocks = [mapped(folder / name) for name in _block_files(starts)]
+        parts = mapped(folder / _OPEN)
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"{path}: expected a folder saved by tailavg, got one without {error.filename}"
+        ) from error
+    except (TypeError, RecursionError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{scalars}: expected a file saved by tailavg, got: {error}") from error
+    partial, mean = (
+        {name.removeprefix(kind): value for name, value in parts.items() if name.startswith(kind)}
+        for kind in ("sum.", "mean.")
+    )
+    if starts:
+        blocks.append(mean or {name: np.zeros_like(value) for name, value in partial.items()})
+    return check({**state, "blocks": blocks, "partial": partial})
+
+
+def read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The state in a file or a folder."""
+    return read_folder(path) if Path(path).is_dir() else read_file(path)
 
 
 def nothing_yet(call: str, hint: str = "") -> ValueError:

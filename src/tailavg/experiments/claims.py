@@ -1,62 +1,50 @@
-"""The claims of the paper's section "Experiments", each decided by measured errors.
+"""The paper's claims, in its own words, each decided by measured errors.
 
-Curves are compared run by run, on the same iterates. The ratio of their errors is the geometric
-mean over runs of each run's ratio; its standard error is that of the paired logarithms. It is taken
-at the step where the curves are furthest apart. They count as apart if they differ by more than
-`MARGIN`, which is about what one can see on a log-log figure of four decades. A verdict needs the
-ratio to be two standard errors on one side of the margin; otherwise it is "undecided". The margin
-is a choice, so there are verdicts at `OTHER_MARGINS` too.
+A curve is the mean error over runs, as the paper draws it. The gap of a curve to another at t is
+the ratio of the two, its logarithm averaged over a tenth of a decade around t: on a plot of three
+decades the eye sees nothing narrower. Gaps count from `FIRST` of the run on. Two curves are the
+same if their gap never exceeds `MARGIN` in either direction, about the width of a line on a plot of
+four decades; a curve is worse if its gap exceeds it somewhere. Each seed decides, and a claim holds
+if nearly all do.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 import numpy as np
 
-from tailavg.experiments.regression import (
-    Curve,
-    DivergedError,
-    Errors,
-    Problem,
-    Reals,
-    measure,
-    methods,
-)
+from tailavg.experiments.moments import noise_ball
+from tailavg.experiments.noise import STREAMS, promised, settled_share, sizes
+from tailavg.experiments.regression import Curve, Means, Problem, Reals
 
 __all__ = [
+    "AGREE",
     "CLAIMS",
     "MARGIN",
-    "OTHER_MARGINS",
-    "STEPS",
+    "STREAM_CLAIMS",
     "Claim",
     "Finding",
-    "Kind",
-    "Ratio",
+    "Outcome",
+    "Quote",
     "Verdict",
-    "judge",
-    "judge_all",
-    "ratios",
-    "sweep",
+    "exact",
+    "extent",
+    "find",
+    "first_step",
+    "gap",
 ]
 
 MARGIN = 1.1
-OTHER_MARGINS = (1.05, 1.2)
 FIRST = 0.02
 """Claims ignore steps before this fraction of the run: they average only a few samples."""
-
-
-class Kind(StrEnum):
-    """What a claim says about a ratio of errors, over all steps."""
-
-    alike = "never apart"
-    apart = "apart somewhere"
-    behind = "above somewhere"
-    level = "never above"
+WIDTH = 0.05
+"""Half of a tenth of a decade."""
+AGREE = 0.9
+"""The share of seeds that must agree for a verdict."""
 
 
 class Verdict(StrEnum):
@@ -64,171 +52,403 @@ class Verdict(StrEnum):
 
     holds = "holds"
     fails = "does not hold"
-    undecided = "undecided"
-    diverged = "diverged"
+    depends = "depends on the seed"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one run says about a claim: the deciding number, in words too, and its slack.
+
+    The slack is how far the number is inside the margin, in logarithms; below 0 the claim fails.
+    """
+
+    value: float
+    text: str
+    slack: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether the claim holds in this run."""
+        return self.slack >= 0
+
+
+@dataclass(frozen=True)
+class Quote:
+    """The paper's words, and where they stand."""
+
+    place: str
+    words: str
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A sentence, and the ratio of errors that decides it: all of `over` / all of `under`."""
+    """Sentences of the paper that say one thing, what is compared, and what decides on curves.
+
+    `seeds` says whether the outcome depends on the seed.
+    """
 
     name: str
-    sentence: str
-    kind: Kind
-    over: tuple[Curve, ...]
-    under: tuple[Curve, ...]
-    since: float = FIRST
-    against_end: bool = False  # divide by the same ratio at the last step
-
-    @property
-    def quantity(self) -> str:
-        """The ratio in words."""
-        parts = (
-            " · ".join(f"{curve.method} at {curve.window}" for curve in curves)
-            for curves in (self.over, self.under)
-        )
-        by = " / ".join(f"({part})" if " · " in part else part for part in parts)
-        return f"{by}, divided by its value at the end" if self.against_end else by
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """A geometric mean over runs, with its standard error, at step t."""
-
-    t: int
-    ratio: float
-    standard_error: float
-
-    def __str__(self) -> str:
-        return f"{self.ratio:.3f} ± {self.standard_error:.3f} at t = {self.t}"
+    quotes: tuple[Quote, ...]
+    compared: str
+    judge: Callable[[Problem, Means], Outcome]
+    seeds: bool = True
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A claim with the figure that decides it, or None if SGD diverged."""
+    """A claim with an outcome for each seed, the chosen one first."""
 
     claim: Claim
-    figure: Ratio | None
+    outcomes: Sequence[Outcome]
+
+    @property
+    def agreeing(self) -> int:
+        """How many seeds say that the claim holds."""
+        return sum(outcome.holds for outcome in self.outcomes)
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict at `MARGIN`."""
-        return self.verdict_at(MARGIN)
+        """What at least `AGREE` of the seeds say."""
+        enough = AGREE * len(self.outcomes)
+        if self.agreeing >= enough:
+            return Verdict.holds
+        against = len(self.outcomes) - self.agreeing
+        return Verdict.fails if against >= enough else Verdict.depends
 
-    def verdict_at(self, margin: float) -> Verdict:
-        """Whether the ratio is on the claim's side of a margin, by two standard errors."""
-        if self.figure is None:
-            return Verdict.diverged
-        two_sided = self.claim.kind in (Kind.alike, Kind.apart)
-        log, error = math.log(self.figure.ratio), self.figure.standard_error / self.figure.ratio
-        gap = abs(log) if two_sided else log
-        if abs(gap - math.log(margin)) <= 2 * error:
-            return Verdict.undecided
-        beyond = gap > math.log(margin)
-        claimed = self.claim.kind in (Kind.apart, Kind.behind)
-        return Verdict.holds if beyond == claimed else Verdict.fails
+    @property
+    def span(self) -> tuple[float, float]:
+        """The least and the largest deciding number over seeds."""
+        values = [outcome.value for outcome in self.outcomes]
+        return min(values), max(values)
 
 
-def ratios(logs: Reals) -> tuple[Reals, Reals]:
-    """The geometric means over runs, and standard errors, of log ratios (steps, runs)."""
-    ratio = np.exp(logs.mean(axis=1))
-    return ratio, ratio * logs.std(axis=1, ddof=1) / math.sqrt(logs.shape[1])
+def exact(window: str) -> Curve:
+    """The curve of the exact average of a window."""
+    return Curve(window, "truek" if window.startswith("k") else "true")
 
 
-def judge(claim: Claim, errors: Errors) -> Finding:
-    """The step that tests the claim hardest, and the ratio there."""
-    over, under = (
-        np.log(np.stack([errors[curve] for curve in curves])).sum(axis=0)
-        for curves in (claim.over, claim.under)
-    )
-    logs: Reals = over - under
-    if claim.against_end:
-        logs = logs - logs[-1]
-    first = max(0, math.ceil(claim.since * len(logs)) - 1)
-    ratio, error = ratios(logs[first:])
-    two_sided = claim.kind in (Kind.alike, Kind.apart)
-    at = int(np.argmax(np.abs(np.log(ratio)) if two_sided else ratio))
-    figure = Ratio(first + at + 1, float(ratio[at]), float(error[at]))
-    return Finding(claim, figure)
+def first_step(total: int) -> int:
+    """The first step that claims consider."""
+    return max(1, math.ceil(FIRST * total))
 
 
-def _claim(
-    name: str, kind: Kind, window: str, method: str, sentence: str, against: str = "true"
-) -> Claim:
-    against += "k" if window.startswith("k") else ""
-    return Claim(name, sentence, kind, (Curve(window, method),), (Curve(window, against),))
+def gap(over: Reals, under: Reals) -> Reals:
+    """The ratio of two curves at every t, its logarithm averaged over a tenth of a decade.
+
+    Each t weighs 1/t, so that the average is even on a logarithmic axis.
+    """
+    t = np.arange(1, len(over) + 1)
+    low = np.ceil(t * 10**-WIDTH).astype(int) - 1
+    high = np.minimum(np.floor(t * 10**WIDTH).astype(int), len(t))
+    logs = np.concatenate([[0.0], np.cumsum(np.log(over / under) / t)])
+    weights = np.concatenate([[0.0], np.cumsum(1 / t)])
+    gaps: Reals = np.exp((logs[high] - logs[low]) / (weights[high] - weights[low]))
+    return gaps
+
+
+def _gaps(means: Means, over: Curve, under: Curve) -> Reals:
+    return gap(means[over], means[under])[first_step(len(means[over])) - 1 :]
+
+
+def extent(means: Means, window: str, *names: str) -> tuple[float, float]:
+    """The smallest and the largest gap of any of the curves to the exact one."""
+    gaps = [_gaps(means, Curve(window, name), exact(window)) for name in names]
+    return float(np.min(gaps)), float(np.max(gaps))
+
+
+def _far(means: Means, over: Curve, under: Curve, both: bool) -> tuple[float, int]:
+    """The largest gap, or the one furthest from 1, and its t."""
+    first, gaps = first_step(len(means[over])), _gaps(means, over, under)
+    at = int(np.argmax(np.abs(np.log(gaps)) if both else gaps))
+    return float(gaps[at]), first + at
+
+
+def _told(over: Curve, under: Curve, value: float, t: int) -> str:
+    than = f"{100 * abs(value - 1):.0f} % {'above' if value > 1 else 'below'}"
+    much = f"{value:.1f} times" if value > 2 else than
+    return f"{over.method} {much} {under.method} at t = {t}"
+
+
+def _same(window: str, *names: str) -> Callable[[Problem, Means], Outcome]:
+    """None of the curves is ever further from the exact one than the margin."""
+
+    def judge(_: Problem, means: Means) -> Outcome:
+        against = exact(window)
+        found = []
+        for name in names:
+            value, t = _far(means, Curve(window, name), against, both=True)
+            slack = math.log(MARGIN) - abs(math.log(value))
+            found.append(Outcome(value, _told(Curve(window, name), against, value, t), slack))
+        return min(found, key=lambda outcome: outcome.slack)
+
+    return judge
+
+
+def _worse(window: str, name: str, under: str | None = None) -> Callable[[Problem, Means], Outcome]:
+    """Somewhere the curve is above the other by more than the margin."""
+
+    def judge(_: Problem, means: Means) -> Outcome:
+        against = exact(window) if under is None else Curve(window, under)
+        value, t = _far(means, Curve(window, name), against, both=False)
+        told = _told(Curve(window, name), against, value, t)
+        return Outcome(value, told, math.log(value / MARGIN))
+
+    return judge
+
+
+def _apart(window: str, name: str) -> Callable[[Problem, Means], Outcome]:
+    """The opposite of the same."""
+    same = _same(window, name)
+
+    def judge(problem: Problem, means: Means) -> Outcome:
+        found = same(problem, means)
+        return Outcome(found.value, found.text, -found.slack)
+
+    return judge
+
+
+def _degrades_faster(_: Problem, means: Means) -> Outcome:
+    """From k = 10 to k = 100, the largest gap to truek grows more for expk than for awak."""
+    growth = {}
+    for name in ("expk", "awak"):
+        small, large = (
+            _far(means, Curve(window, name), exact(window), both=False)[0]
+            for window in ("k = 10", "k = 100")
+        )
+        growth[name] = large / small
+    value = growth["expk"] / growth["awak"]
+    text = f"gap of expk × {growth['expk']:.2f}, of awak × {growth['awak']:.2f}"
+    return Outcome(value, text, math.log(value / MARGIN))
+
+
+def _early(_: Problem, means: Means) -> Outcome:
+    """At k = 100, expk is worse than truek for a while, and no longer at the end."""
+    over, under = Curve("k = 100", "expk"), exact("k = 100")
+    value, t = _far(means, over, under, both=False)
+    end = float(gap(means[over], means[under])[-1])
+    text = f"{_told(over, under, value, t)}, {end:.2f} times at the end"
+    return Outcome(value, text, min(math.log(value / MARGIN), math.log(MARGIN / end)))
+
+
+def _many_before_the_noise_ball(problem: Problem, _: Means) -> Outcome:
+    """The expected error nears its limit within the run, but after more than 10 % of it."""
+    ball, total = noise_ball(problem, MARGIN), problem.batches
+    if ball is None:
+        return Outcome(1.0, f"it is not reached in {total} batches", -math.inf)
+    value = ball / total
+    text = f"reached at t = {ball}, after {100 * value:.0f} % of the run"
+    return Outcome(value, text, math.log(value / (MARGIN - 1)))
+
+
+def _same_rate(_: Problem, means: Means) -> Outcome:
+    """Over the second half, the slopes of log error on log t differ by too little to part them."""
+    total = len(next(iter(means.values())))
+    t = np.arange(total // 2, total + 1)
+    slopes = [
+        float(np.polyfit(np.log(t), np.log(means[Curve("c = 0.5", name)][t - 1]), 1)[0])
+        for name in ("awa3", "true")
+    ]
+    drift = (slopes[0] - slopes[1]) * math.log(t[-1] / t[0])
+    text = f"slopes {slopes[0]:.2f} and {slopes[1]:.2f} from t = {t[0]}"
+    return Outcome(math.exp(drift), text, math.log(MARGIN) - abs(drift))
 
 
 CLAIMS = (
-    _claim(
-        "exp10", Kind.alike, "k = 10", "expk", "For a small window, k = 10, expk is like truek."
+    Claim(
+        "small",
+        (Quote("Experiments", "all methods perform the same for small values of k"),),
+        "Expk and awak against truek at k = 10: the same",
+        _same("k = 10", "expk", "awak"),
     ),
-    _claim(
-        "awa10", Kind.alike, "k = 10", "awak", "For a small window, k = 10, awak is like truek."
-    ),
-    _claim("exp100", Kind.behind, "k = 100", "expk", "At k = 100, expk falls behind truek."),
-    _claim("awa100", Kind.level, "k = 100", "awak", "At k = 100, awak does not fall behind truek."),
     Claim(
         "faster",
-        "From k = 10 to k = 100, expk loses more than awak does.",
-        Kind.behind,
-        (Curve("k = 100", "expk"), Curve("k = 10", "awak")),
-        (Curve("k = 100", "awak"), Curve("k = 10", "expk")),
+        (
+            Quote(
+                "Figure 1",
+                "as k grows, the performance of the exponential average degrades faster than that "
+                "of the anytime window average",
+            ),
+            Quote("Experiments", "the exponential average degrades faster when k increases"),
+        ),
+        "How much the largest gap to truek grows from k = 10 to k = 100, expk against awak: worse",
+        _degrades_faster,
+    ),
+    Claim(
+        "fixed",
+        (
+            Quote(
+                "Section 2",
+                "the exponential average does not perform as well as the window average in the "
+                "case where k is fixed",
+            ),
+        ),
+        "Expk against awak at k = 100: worse",
+        _worse("k = 100", "expk", "awak"),
     ),
     Claim(
         "early",
-        "At k = 100, expk suffers most while the iterates still move fast, not at the end.",
-        Kind.behind,
-        (Curve("k = 100", "expk"),),
-        (Curve("k = 100", "truek"),),
-        against_end=True,
-    ),
-    _claim("raw25", Kind.apart, "c = 0.25", "raw", "At c = 0.25, raw is unlike true."),
-    _claim("exp25", Kind.alike, "c = 0.25", "exp", "At c = 0.25, exp is like true."),
-    _claim("awa25", Kind.alike, "c = 0.25", "awa", "At c = 0.25, awa is like true."),
-    _claim("awa3_25", Kind.alike, "c = 0.25", "awa3", "At c = 0.25, awa3 is like true."),
-    _claim("exp50", Kind.behind, "c = 0.5", "exp", "At c = 0.5, exp falls behind true."),
-    _claim("awa50", Kind.behind, "c = 0.5", "awa", "At c = 0.5, awa falls behind true."),
-    _claim("awa3_50", Kind.level, "c = 0.5", "awa3", "At c = 0.5, awa3 does as well as true."),
-    Claim(
-        "rate50",
-        "At c = 0.5, awa3 falls at the rate of true: in the second half, their ratio stays.",
-        Kind.alike,
-        (Curve("c = 0.5", "awa3"),),
-        (Curve("c = 0.5", "true"),),
-        since=0.5,
-        against_end=True,
+        (
+            Quote(
+                "Experiments",
+                "when x evolves quickly, as is the case at the beginning of optimization, the use "
+                "of old examples, even with a small weights, heavily penalizes the average",
+            ),
+        ),
+        "Expk against truek at k = 100: worse somewhere, and no longer at the end",
+        _early,
     ),
     Claim(
-        "stale",
-        "Old iterates cost exp more at c = 0.5 than at c = 0.25.",
-        Kind.behind,
-        (Curve("c = 0.5", "exp"), Curve("c = 0.25", "true")),
-        (Curve("c = 0.5", "true"), Curve("c = 0.25", "exp")),
+        "close",
+        (
+            Quote("Figure 2", "all proposed estimators closely match the true average for c=.25"),
+            Quote("Experiments", "For c=.25, all methods except raw are indistinguishable"),
+            Quote(
+                "Introduction",
+                "a very good approximation to the true running average for low values of c",
+            ),
+        ),
+        "Exp, awa and awa3 against true at c = 0.25: the same",
+        _same("c = 0.25", "exp", "awa", "awa3"),
+    ),
+    Claim(
+        "raw",
+        (Quote("Experiments", "all methods except raw"),),
+        "Raw against true at c = 0.25: not the same",
+        _apart("c = 0.25", "raw"),
+    ),
+    Claim(
+        "ball",
+        (
+            Quote(
+                "Experiments",
+                "many iterates are before the optimization reached the noise ball",
+            ),
+        ),
+        "When the expected error of the iterate is within 10 % of its limit: within the run, and "
+        "after more than 10 % of it",
+        _many_before_the_noise_ball,
+        seeds=False,
+    ),
+    Claim(
+        "exp",
+        (
+            Quote("Experiments", "exp performs significantly worse than true"),
+            Quote(
+                "Introduction",
+                "For larger values of c, however, its use of old examples degrades its performance",
+            ),
+        ),
+        "Exp against true at c = 0.5: worse",
+        _worse("c = 0.5", "exp"),
+    ),
+    Claim(
+        "awa",
+        (Quote("Experiments", "awa with two accumulators also has lower performance"),),
+        "Awa against true at c = 0.5: worse",
+        _worse("c = 0.5", "awa"),
+    ),
+    Claim(
+        "awa3",
+        (
+            Quote("Figure 2", "only awa3 performs as well as the true average for c=.5"),
+            Quote(
+                "Introduction", "a performance virtually indistinguishable from the true average"
+            ),
+        ),
+        "Awa3 against true at c = 0.5: the same",
+        _same("c = 0.5", "awa3"),
+    ),
+    Claim(
+        "rate",
+        (
+            Quote(
+                "Experiments",
+                "using only three accumulators achieves the exact same rate as the true window "
+                "average",
+            ),
+        ),
+        "Slopes of log error on log t over the second half at c = 0.5, awa3 against true: what "
+        "they make of the ratio in that time, the same",
+        _same_rate,
+    ),
+    Claim(
+        "memory",
+        (
+            Quote(
+                "Abstract",
+                "one can improve the accuracy of that average at the cost of increased memory "
+                "consumption",
+            ),
+        ),
+        "Awa against awa3 at c = 0.5: worse",
+        _worse("c = 0.5", "awa", "awa3"),
     ),
 )
-"""Every claim of the section, in the paper's order."""
+"""The claims about SGD, in the order of the paper's figures."""
 
 
-def judge_all(errors: Errors) -> list[Finding]:
-    """Judge every claim on the errors of `methods`."""
-    return [judge(claim, errors) for claim in CLAIMS]
+STARTS = (1.0, 10.0, 1000.0, 1e6)
+CLOSE = 1.01
+MANY_ERRORS = 5.0
 
 
-STEPS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5)
-"""The step sizes: from far too small to reach the noise ball to nearly divergent."""
+def _settles(problem: Problem, _: Means) -> Outcome:
+    """From a tenth of the run on, n / t goes to c whatever n was."""
+    total, shares = problem.batches, []
+    for c in (0.25, 0.5):
+        since = max(math.ceil(1 / c), total // 10)
+        shares += [settled_share(c, n, since, total) / c for n in STARTS]
+    value = max(shares, key=lambda share: abs(math.log(share)))
+    text = f"at t = {total}, k_t / (ct) is {min(shares):.6f} to {max(shares):.6f}"
+    return Outcome(value, text, math.log(CLOSE) - abs(math.log(value)))
 
 
-def sweep(
-    problem: Problem, steps: Iterable[float], advance: Callable[[int], Any] = lambda _: None
-) -> dict[float, list[Finding]]:
-    """Judge every claim at every step size, on the same batches."""
-    found: dict[float, list[Finding]] = {}
-    for step in steps:
-        try:
-            errors = measure(replace(problem, step=step), methods(problem.batches), advance)
-        except DivergedError:
-            found[step] = [Finding(claim, None) for claim in CLAIMS]
-        else:
-            found[step] = judge_all(errors)
-    return found
+def _variance_kept(problem: Problem, variances: Means) -> Outcome:
+    """The variance is between 1/(k_t + 1) and 1/k_t at every t, but for sampling errors."""
+    rules = promised(problem.batches)
+    averages, worst = [], 0.0
+    for curve, variance in variances.items():
+        k = sizes(rules[curve], problem.batches)
+        averages.append(float((variance * k).mean()))
+        outside = np.maximum(variance * k - 1, 1 - variance * (k + 1))
+        worst = max(worst, float(outside.max()) / math.sqrt(2 / STREAMS))
+    text = (
+        f"variance × k_t is {min(averages):.3f} to {max(averages):.3f} on average over t, "
+        f"outside by at most {worst:.1f} standard errors"
+    )
+    return Outcome(worst, text, math.log(MANY_ERRORS / worst))
+
+
+STREAM_CLAIMS = (
+    Claim(
+        "settles",
+        (Quote("Section 2", "k_t/t converges to c regardless of the initial conditions"),),
+        "1/n ← γ_t²/n + (1 − γ_t)² from n = 1 to 10⁶ at a tenth of the run, for c = 0.25 and "
+        "0.5: at the end, n/t within 1 % of c",
+        _settles,
+        seeds=False,
+    ),
+    Claim(
+        "variance",
+        (
+            Quote("Section 2", "to maintain a variance 1/k_t for all t"),
+            Quote("Section 3", "while maintaining the variance of 1/k"),
+        ),
+        f"Expk, awak, exp, awa and awa3 on {STREAMS} streams of N(0, 1): at every t, the variance "
+        "is between 1/(k_t + 1) and 1/k_t, or outside by less than 5 standard errors",
+        _variance_kept,
+        seeds=False,
+    ),
+)
+"""The claims about any stream, judged on the variances of pure noise."""
+
+
+def find(claims: Iterable[Claim], problem: Problem, by_seed: Sequence[Means]) -> list[Finding]:
+    """Judge claims on the curves of every seed, the problem's own first."""
+    return [
+        Finding(
+            claim,
+            [claim.judge(problem, curves) for curves in by_seed[: None if claim.seeds else 1]],
+        )
+        for claim in claims
+    ]

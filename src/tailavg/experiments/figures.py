@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from html import escape
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,25 +14,28 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator, ScalarFormatter
 
 from tailavg import TailAverage
 from tailavg.core.rules import WindowRule
-from tailavg.experiments.claims import FIRST, MARGIN, ratios
+from tailavg.experiments.claims import MARGIN, exact, first_step, gap
 from tailavg.experiments.regression import (
     EVERY_TAIL,
     FRACTIONS,
     KINDS,
     Curve,
     Errors,
+    Means,
     Reals,
     Tails,
     methods,
     turns,
 )
+from tailavg.experiments.run import Result
 
-__all__ = ["Figure", "exact", "inline", "make", "mean", "samples_touched", "save"]
+__all__ = ["Figure", "inline", "make", "mean", "samples_touched", "save"]
 
 INK, PAPER = "#1b1b1c", "#fefeff"
 """Distinct from all other colours, so that the report can replace them by the page's own."""
@@ -56,11 +59,13 @@ TAIL_COLOURS = {
 }
 """The tails drawn in colour; the others are grey."""
 
+RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
 LOOK: dict[Any, Any] = {
     "svg.hashsalt": "tailavg",  # the same file from the same data
     "svg.fonttype": "none",
-    "font.size": 9,
-    "axes.titlesize": 10,
+    "font.size": 10,
+    "axes.titlesize": 11,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
@@ -93,31 +98,36 @@ class Figure:
     heights: tuple[float, ...]
 
 
-def make(errors: Errors, tails: Tails, at: int) -> list[Figure]:
-    """The figures for these measurements; the figure of weights shows step `at`."""
-    total = len(next(iter(errors.values())))
+def make(result: Result) -> list[Figure]:
+    """The figures: the paper's two, then ours."""
+    errors, seeds = result.errors, len(result.by_seed)
+    total = result.plan.problem.batches
+    below = (
+        "below, its gap to {true}: the ratio of the means, averaged over a tenth of a decade. "
+        f"Thin: the same for {seeds - 1} more seeds. Dotted: the margin of 10 %."
+    )
     return [
         _comparison(
             "figure1",
             "Figure 1: a fixed window",
-            "Excess error of expk, awak and truek, mean over runs with a band of one standard "
-            "error, and its ratio to that of truek, run by run. Dotted: the margin of verdicts.",
-            errors,
+            "Above, the excess error of expk, awak and truek, mean over runs with a band of one "
+            "standard error; " + below.format(true="truek"),
+            result,
             ("k = 10", "k = 100"),
         ),
         _comparison(
             "figure2",
             "Figure 2: a growing window",
-            "Excess error of raw, exp, awa, awa3 and true, mean over runs with a band of one "
-            "standard error, and its ratio to that of true, run by run; awa and awa3 have the "
-            "paper's turns. Before its tail begins, raw is the latest iterate, and its ratio may "
-            "leave the panel.",
-            errors,
+            "Above, the excess error of raw, exp, awa, awa3 and true, mean over runs with a band "
+            "of one standard error; "
+            + below.format(true="true")
+            + " Until its tail begins, raw is the latest iterate, and its gap is off the panel.",
+            result,
             ("c = 0.25", "c = 0.5"),
         ),
         _turns(errors),
-        _weights(total, at),
-        _tails(tails, _span(errors)),
+        _weights(total, result.plan.at),
+        _tails(result.tails, (first_step(total), total)),
     ]
 
 
@@ -144,10 +154,13 @@ def _margins(axes: Axes) -> None:
     axes.axhline(1.0, **STYLES["true"])
 
 
-def _span(errors: Errors) -> tuple[int, int]:
-    """The first and last step that claims consider."""
-    total = len(next(iter(errors.values())))
-    return max(1, math.ceil(FIRST * total)), total
+def _decades(axis: Axis) -> None:
+    """Format a log axis with powers of ten, in plain text: mathematical text is slow to draw."""
+    axis.set_major_locator(LogLocator())
+    axis.set_major_formatter(
+        FuncFormatter(lambda x, _: "10" + str(round(math.log10(x))).translate(RAISED))
+    )
+    axis.set_minor_locator(NullLocator())
 
 
 def _steps_axis(axes: Axes) -> None:
@@ -158,31 +171,30 @@ def _steps_axis(axes: Axes) -> None:
     axes.xaxis.set_minor_locator(NullLocator())
 
 
-def exact(window: str) -> Curve:
-    """The curve of the exact average of a window."""
-    return Curve(window, "truek" if window.startswith("k") else "true")
+def _names(window: str) -> list[str]:
+    """The paper's methods for a window; the exact one first, at the bottom."""
+    names = [curve.method for curve in methods(1) if curve.window == window]
+    return sorted(names, key=lambda name: not name.startswith("true"))
 
 
-def _of(errors: Errors, window: str) -> list[tuple[str, dict[str, Any], Reals]]:
-    """The paper's curves for a window: name, style, errors; the exact one first, at the bottom."""
-    found = [
-        (curve.method, STYLES[curve.method.removesuffix("k")], values)
-        for curve, values in errors.items()
-        if curve.window == window and curve.method.removesuffix("k") in STYLES
-    ]
-    return sorted(found, key=lambda line: not line[0].startswith("true"))
+def _style(method: str) -> dict[str, Any]:
+    return STYLES[method.removesuffix("k")]
 
 
 def _comparison(
-    name: str, title: str, caption: str, errors: Errors, windows: tuple[str, ...]
+    name: str, title: str, caption: str, result: Result, windows: tuple[str, ...]
 ) -> Figure:
+    total = result.plan.problem.batches
+
     def excess(window: str) -> Panel:
         def draw(axes: Axes) -> None:
-            for method, style, values in _of(errors, window):
-                t = _some(1, len(values), 220)
-                middle, half = mean(values[t - 1])
-                _line(axes, t, middle, half, method, **style)
+            t = _some(1, total, 220)
+            for method in _names(window):
+                middle, half = mean(result.errors[Curve(window, method)][t - 1])
+                _line(axes, t, middle, half, method, **_style(method))
             axes.set(xscale="log", yscale="log", xlabel="batches t", ylabel="excess error")
+            for axis in (axes.xaxis, axes.yaxis):
+                _decades(axis)
             axes.legend(loc="lower left")
 
         return Panel(f"{window}: excess error", draw)
@@ -190,22 +202,28 @@ def _comparison(
     def relative(window: str) -> Panel:
         def draw(axes: Axes) -> None:
             _margins(axes)
+            t = _some(first_step(total), total, 120)
             low, high = 1 / MARGIN, MARGIN
-            for method, style, values in _of(errors, window)[1:]:
-                t = _some(*_span(errors), 300)
-                logs = np.log(values[t - 1] / errors[exact(window)][t - 1])
-                middle, half = ratios(logs)
-                _line(axes, t, middle, half, method, **style)
+            for method in _names(window)[1:]:
+                colour = _style(method)["color"]
+                gaps = [_gap(means, window, method)[t - 1] for means in result.by_seed]
+                for other in gaps[1:]:
+                    axes.plot(t, other, color=colour, linewidth=0.5, alpha=0.35)
+                axes.plot(t, gaps[0], label=method, **_style(method))
                 if method != "raw":
-                    low, high = min(low, *(middle - half)), max(high, *(middle + half))
+                    low, high = min(low, *map(np.min, gaps)), max(high, *map(np.max, gaps))
             _steps_axis(axes)
-            axes.set_ylabel(f"ratio to {exact(window).method}")
+            axes.set_ylabel(f"gap to {exact(window).method}")
             axes.set_ylim(low - 0.02, high + 0.02)
 
-        return Panel(f"{window}: ratio of errors", draw)
+        return Panel(f"{window}: gap to {exact(window).method}", draw)
 
     rows = tuple(tuple(map(panel, windows)) for panel in (excess, relative))
     return Figure(name, title, caption, rows, (3.8, 2.6))
+
+
+def _gap(means: Means, window: str, method: str) -> Reals:
+    return gap(means[Curve(window, method)], means[exact(window)])
 
 
 def samples_touched(rule: WindowRule, steps: Iterable[int]) -> Reals:
@@ -219,10 +237,12 @@ def samples_touched(rule: WindowRule, steps: Iterable[int]) -> Reals:
 
 def _turns(errors: Errors) -> Figure:
     rules = turns()
-    t = _some(*_span(errors), 400)
+    means = {curve: values.mean(axis=1) for curve, values in errors.items()}
+    total = len(next(iter(means.values())))
+    t = _some(first_step(total), total, 300)
     lines = {
         curve: (
-            ratios(np.log(errors[curve][t - 1] / errors[exact(curve.window)][t - 1]))[0],
+            _gap(means, *curve)[t - 1],
             samples_touched(rule, t) / rule.size(t),
         )
         for curve, rule in rules.items()
@@ -238,12 +258,14 @@ def _turns(errors: Errors) -> Figure:
                 [line[row] for curve, line in lines.items() if curve[0] == window]
             )
             low, high = min(1.0, every.min()), every.max()
-            axes.set_ylim(low - 0.05 * (high - low), high + 0.3 * (high - low))
+            room = 0.05 if row else 0.3  # for the legend
+            axes.set_ylim(low - 0.05 * (high - low), high + room * (high - low))
             _steps_axis(axes)
-            axes.set_ylabel(("ratio to true", "samples touched / ct")[row])
-            axes.legend(title="accumulators", ncols=5, columnspacing=1, handlelength=1.2)
+            axes.set_ylabel(("gap to true", "samples touched / ct")[row])
+            if row == 0:
+                axes.legend(title="accumulators", ncols=5, columnspacing=1, handlelength=1.2)
 
-        what = ("ratio of errors", "samples touched")[row]
+        what = ("gap to true", "samples touched")[row]
         return Panel(f"{window}, {TURNS[kind]}: {what}", draw)
 
     rows = [
@@ -252,8 +274,8 @@ def _turns(errors: Errors) -> Figure:
     return Figure(
         "figure3",
         "Figure 3: the paper's turns and balanced turns, at equal memory",
-        "With 2 to 6 accumulators: the error relative to the exact window, mean over runs; "
-        "and how far back the average reaches, in windows. Grey: the exact window. "
+        "Not in the paper. With 2 to 6 accumulators: the gap to the exact window, as above; and "
+        "how far back the average reaches, in windows. Grey: the exact window. "
         "With 2 accumulators both kinds of turns are the same.",
         tuple(tuple(panel(window, kind, row) for kind in KINDS) for window, row in rows),
         (2.8,) * len(rows),
@@ -291,7 +313,7 @@ def _weights(total: int, at: int) -> Figure:
     return Figure(
         "figure4",
         "Figure 4: what each sample weighs",
-        f"The weight profile of every method at t = {at}, newest sample on the left.",
+        f"Not in the paper. The weights of every method at t = {at}, newest sample on the left.",
         (tuple(map(panel, ("k = 100", "c = 0.25", "c = 0.5"))),),
         (3.3,),
     )
@@ -315,6 +337,7 @@ def _tails(tails: Tails, span: tuple[int, int]) -> Figure:
         axes.plot(t, tails.least[t - 1], label="best", **STYLES["true"])
         lines(axes, tails.error)
         axes.set(yscale="log", ylabel="excess error")
+        _decades(axes.yaxis)
         axes.legend(loc="lower left", fontsize=8, labelspacing=0.25)
 
     def relative(axes: Axes) -> None:
@@ -333,7 +356,7 @@ def _tails(tails: Tails, span: tuple[int, int]) -> Figure:
     return Figure(
         "figure5",
         "Figure 5: every tail, and the best in hindsight",
-        f"Ours, not in the paper: {len(FRACTIONS)} tails from the last {FRACTIONS[0]:.0%} to all, "
+        f"Not in the paper. {len(FRACTIONS)} tails from the last {FRACTIONS[0]:.0%} to all, "
         f"read from one set of {EVERY_TAIL.accumulators} accumulators in one pass, mean over runs. "
         "Thin lines: fractions in between. The best is chosen by the true error, so it is known "
         "only in hindsight. Here the "
@@ -351,43 +374,62 @@ def _tails(tails: Tails, span: tuple[int, int]) -> Figure:
     )
 
 
+WIDTH, POINTS = 9.6, 72
+"""Of a figure: inches, and points per inch."""
+LEFT, RIGHT, BELOW, ABOVE = 0.65, 0.1, 0.5, 0.3
+"""The room around the axes of a panel, in inches."""
+
+
 def save(figure: Figure, folder: Path) -> list[Path]:
     """Write a figure as SVG and PNG."""
     paths = [folder / f"{figure.name}.{kind}" for kind in ("svg", "png")]
     with mpl.rc_context(LOOK):
-        canvas = _draw(figure.rows, figure.heights, width=9.6)
+        canvas = _draw(figure)
         canvas.savefig(paths[0], metadata={"Date": None})
         canvas.savefig(paths[1], metadata={"Software": None}, dpi=150)
     return paths
 
 
-def _draw(rows: tuple[tuple[Panel, ...], ...], heights: tuple[float, ...], width: float) -> Canvas:
-    """Draw the panels on a grid, with margins in inches: a layout engine is slow."""
-    tall = sum(heights)
-    canvas = Canvas(figsize=(width, tall))
-    grid = canvas.subplots(len(rows), len(rows[0]), squeeze=False, height_ratios=heights)
-    canvas.subplots_adjust(
-        left=0.65 / width,
-        right=1 - 0.1 / width,
-        bottom=0.5 / tall,
-        top=1 - 0.3 / tall,
-        wspace=0.75 / (width / len(rows[0]) - 0.75),
-        hspace=0.8 / (tall / len(rows) - 0.8),
-    )
-    for panel, axes in zip(chain(*rows), grid.flat, strict=True):
+def _boxes(figure: Figure) -> list[tuple[float, float, float, float]]:
+    """Left, top, width and height of each panel with its room, in inches."""
+    width, boxes, top = WIDTH / len(figure.rows[0]), [], 0.0
+    room = len(figure.rows) * (BELOW + ABOVE)
+    scale = (sum(figure.heights) - room) / sum(figure.heights)
+    for row, height in zip(figure.rows, figure.heights, strict=True):
+        tall = height * scale + BELOW + ABOVE
+        boxes += [(i * width, top, width, tall) for i in range(len(row))]
+        top += tall
+    return boxes
+
+
+def _draw(figure: Figure) -> Canvas:
+    """Draw the panels in their boxes: a layout engine is slow."""
+    tall = sum(figure.heights)
+    canvas = Canvas(figsize=(WIDTH, tall))
+    for panel, (left, top, width, high) in zip(chain(*figure.rows), _boxes(figure), strict=True):
+        axes = canvas.add_axes(
+            (
+                (left + LEFT) / WIDTH,
+                1 - (top + high - BELOW) / tall,
+                (width - LEFT - RIGHT) / WIDTH,
+                (high - BELOW - ABOVE) / tall,
+            )
+        )
         panel.draw(axes)
-        axes.set_title(panel.title)
+        axes.set_title(panel.title, y=1.0)  # a place for the title is slow to find
     return canvas
 
 
-def inline(panel: Panel, height: float) -> str:
-    """A panel as SVG for a page, with the page's own colours for ink and paper."""
-    with mpl.rc_context(LOOK):
-        text = io.StringIO()
-        canvas = _draw(((panel,),), (height,), width=4.6)
-        canvas.savefig(text, format="svg", metadata={"Date": None})
-    svg = text.getvalue()
+def inline(figure: Figure, svg: str) -> str:
+    """A saved figure for a page: its panels one by one, in the page's own ink and paper."""
     svg = svg[svg.index("<svg") :].replace(INK, "currentColor").replace(PAPER, "none")
-    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
-    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
-    return re.sub(r"\s*<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"\s*<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    whole = svg[svg.index(">") + 1 : svg.rindex("</svg>")]
+    views = [
+        f'<div role="img" aria-label="{escape(panel.title)}"><svg viewBox="'
+        + " ".join(f"{POINTS * inches:.1f}" for inches in box)
+        + f'"><use href="#{figure.name}"/></svg></div>'
+        for panel, box in zip(chain(*figure.rows), _boxes(figure), strict=True)
+    ]
+    drawing = f'<svg class=whole><defs><g id="{figure.name}">{whole}</g></defs></svg>'
+    return f"{drawing}<div class=panels>{chr(10).join(views)}</div>"

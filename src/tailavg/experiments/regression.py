@@ -43,11 +43,11 @@ CHUNK = 250_000
 class Problem:
     """All that determines the iterates. `step`, `start`, `optimum` and `seed` are not in the paper.
 
-    `start` (w₀) and `optimum` (w*) are a number for all coordinates, or "normal": a draw from
-    N(0, I) for each run.
+    `step` is on the gradient 2x(xᵀw - y); None is half of `guaranteed_step`. `start` (w₀) and
+    `optimum` (w*) are a number for all coordinates, or "normal": a draw from N(0, I) for each run.
     """
 
-    step: float = 0.1
+    step: float | None = None
     start: Point = 0.0
     optimum: Point = "normal"
     seed: int = 0
@@ -60,7 +60,7 @@ class Problem:
     def __post_init__(self) -> None:
         for name in ("step", "noise"):
             value = getattr(self, name)
-            if not 0 < value < math.inf:
+            if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name}: expected a number above 0, got {value!r}")
         for name in ("start", "optimum"):
             value = getattr(self, name)
@@ -70,6 +70,28 @@ class Problem:
         for name, bound in least.items():
             if getattr(self, name) < bound:
                 raise ValueError(f"{name}: expected {bound} or more, got {getattr(self, name)!r}")
+
+    @property
+    def curvature(self) -> Reals:
+        """The diagonal of H: 1, 1/2, 1/3, …"""
+        curvature: Reals = 1.0 / np.arange(1, self.dimension + 1)
+        return curvature
+
+    @property
+    def guaranteed_step(self) -> float:
+        """Below it, E‖w - w*‖² falls at every step: b / (tr H + (b + 1) ‖H‖)."""
+        h, b = self.curvature, self.batch_size
+        return float(b / (h.sum() + (b + 1) * h.max()))
+
+    @property
+    def default_step(self) -> float:
+        """Half of the guaranteed step."""
+        return self.guaranteed_step / 2
+
+    @property
+    def used_step(self) -> float:
+        """The step of SGD: the given one, or the default."""
+        return self.default_step if self.step is None else self.step
 
 
 class DivergedError(ArithmeticError):
@@ -81,7 +103,7 @@ class Regression:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.curvature: Reals = 1.0 / np.arange(1, problem.dimension + 1)
+        self.curvature = problem.curvature
         self._random = np.random.default_rng(problem.seed)
         self.optimum = self._point(problem.optimum)
         self.start = self._point(problem.start)
@@ -112,12 +134,12 @@ class Regression:
 
     def iterates(self) -> Iterator[Reals]:
         """w₁, w₂, …, the iterate after each batch, in chunks of shape (steps, runs, d)."""
-        w, chunk = self.start, []
+        w, chunk, step = self.start, [], self.problem.used_step
         most = max(1, CHUNK // w.size)
         for x, y in self.batches():
             residual = x @ w[..., None] - y[..., None]
             gradient = 2.0 * (residual.swapaxes(1, 2) @ x)[:, 0] / self.problem.batch_size
-            w = w - self.problem.step * gradient
+            w = w - step * gradient
             chunk.append(w)
             if len(chunk) == most:
                 yield np.stack(chunk)
@@ -135,6 +157,9 @@ class Curve(NamedTuple):
 
 Errors = Mapping[Curve, Reals]
 """The excess error of each curve, of shape (batches, runs)."""
+
+Means = Mapping[Curve, Reals]
+"""Its mean over runs, of shape (batches,)."""
 
 
 def methods(total: int) -> dict[Curve, WindowRule]:
@@ -181,7 +206,9 @@ def measure(
     with np.errstate(over="ignore", invalid="ignore"):
         for iterates in regression.iterates():
             if not np.isfinite(regression.excess(iterates[-1])).all():
-                raise DivergedError(f"step {problem.step} is too large: the iterates diverge")
+                raise DivergedError(
+                    f"step {problem.used_step:g} is too large: the iterates diverge"
+                )
             now = slice(done, done + len(iterates))
             for curve, average in averages.items():
                 errors[curve][now] = regression.excess(average.scan(iterates))
@@ -213,7 +240,7 @@ class Tails:
         return least
 
 
-def measure_tails(problem: Problem) -> Tails:
+def measure_tails(problem: Problem, advance: Callable[[int], Any] = lambda _: None) -> Tails:
     """Read every tail at every step from one average, on the same iterates as `measure`."""
     regression = Regression(problem)
     average = TailAverage(EVERY_TAIL)
@@ -221,5 +248,6 @@ def measure_tails(problem: Problem) -> Tails:
     for iterates in regression.iterates():
         errors = regression.excess(average.scan(iterates, FRACTIONS))
         parts.append((errors.mean(axis=-1), errors.std(axis=-1, ddof=1)))
+        advance(len(iterates))
     error, deviation = (np.concatenate(part, axis=1) for part in zip(*parts, strict=True))
     return Tails(error, deviation / math.sqrt(problem.runs))

@@ -11,6 +11,7 @@ what the last one read, and depends on its flag, so XLA knows that the reading i
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -189,21 +190,24 @@ class TreeAverage:
             partial=partial if count else nothing,
         )
 
-    def from_state_dict(self, saved: Mapping[str, Any], tree: Tree) -> TreeState:
+    def from_state_dict(
+        self, saved: Mapping[str, Any] | str | os.PathLike[str], tree: Tree
+    ) -> TreeState:
         """The state that resumes what any framework saved in the layout of `tailavg.core.state`.
 
         Not inside `jax.jit`.
 
         Args:
-            saved: A state. Its arrays go to the leaves of the same names; a single array without a
-                name, or a tree that is a bare array, needs none.
+            saved: A state, or the path of a file or folder with one. Its arrays go to the leaves of
+                the same names; a single array without a name, or a tree that is a bare array, needs
+                none.
             tree: As for `init`: it gives the structure, the shardings, and the leaves that are not
                 averaged.
 
         Raises:
             ValueError: If the rule, names or shapes differ, or the count needs x64.
         """
-        saved = layout.check(saved)
+        saved = layout.check(saved if isinstance(saved, Mapping) else layout.read(saved))
         layout.check_nan_policy(saved)
         rule = layout.rule_from(saved["rule"])
         if rule != self.rule:

@@ -347,7 +347,7 @@ class TailAverage:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> TailAverage:
-        """The average that `save` wrote.
+        """The average that `save` wrote, or `ParameterAverage.save` of a single tensor.
 
         Examples:
             >>> import tempfile
@@ -358,7 +358,7 @@ class TailAverage:
             ...     TailAverage.load(f"{folder}/average.npz") == average
             True
         """
-        return cls.from_state_dict(layout.read_file(path))
+        return cls.from_state_dict(layout.read(path))
 
     def copy(self) -> TailAverage:
         """An average in the same state, that goes its own way from here."""

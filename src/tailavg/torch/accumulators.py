@@ -1,13 +1,16 @@
 """The store for many tensors: one sum and a few means of each, in flat memory.
 
 Tensors of one dtype and device lie side by side in flat tensors, so folds and turns take a few
-operations however many tensors there are. Only adding a sample visits them one by one.
+operations however many tensors there are. Only adding a sample visits them one by one. The sum is
+where its tensors are; the means may be in another place, from which they are taken part by part.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import chain
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +21,7 @@ from tailavg.core import state as layout
 from tailavg.core.clock import SUM, Store, clock_for
 from tailavg.core.rules import ExactWindow, Rule
 from tailavg.core.windows import positive_int
-from tailavg.torch.memory import empty
+from tailavg.torch.memory import Flat, Mean, Offload, Piece, Place, empty, place
 from tailavg.torch.tracking import Tracking, check_names, local, sharded_like
 
 __all__ = ["Accumulators"]
@@ -29,25 +32,6 @@ _BATCH = 32767  # elements: up to this size torch.cat is one loop
 _PART = 1 << 20  # elements read at a time: they stay in the shared cache
 _PART_ELSEWHERE = 1 << 22  # on an accelerator, where a call costs more
 _ROUNDING = 128  # floats: an average of equal numbers is at most so many away, see `_rounds_to`
-
-
-class _Piece(NamedTuple):
-    """Where a tensor lies in the flat tensors, and in which order of elements."""
-
-    start: int
-    stop: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        return self.stop - self.start
-
-    def shaped(self, flat: Tensor) -> Tensor:
-        return flat.as_strided(self.shape, self.stride)
-
-    def of(self, flat: Tensor) -> Tensor:
-        return self.shaped(flat[self.start : self.stop])
 
 
 class _Plan(NamedTuple):
@@ -77,6 +61,7 @@ class Accumulators(Store):
         tensors: Mapping[str, Tensor],
         dtype: torch.dtype,
         device: torch.device | str | int | None,
+        offload: Offload | Place = None,
     ) -> None:
         if not (isinstance(dtype, torch.dtype) and dtype in (torch.float32, torch.float64)):
             raise TypeError(f"dtype: expected torch.float32 or torch.float64, got {dtype!r}")
@@ -90,7 +75,6 @@ class Accumulators(Store):
         self.whole = True  # False while anything changes
         self.dtype = dtype
         self.device = None if device is None else torch.empty(0, device=device).device
-        self._blocks = rule.accumulators
         members: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             # 8-bit floats have no promotion rules
@@ -100,8 +84,14 @@ class Accumulators(Store):
                 dtype if small else torch.promote_types(dtype, tensor.dtype),
             )
             members.setdefault(kind, {})[name] = tensor
-        self._groups = [_Group(*kind, tensors, self._blocks) for kind, tensors in members.items()]
-
+        self._offload = offload
+        self.place = offload if isinstance(offload, Place) else place(offload, self.device)
+        self._groups = [
+            _Group(i, *kind, its, self.place) for i, (kind, its) in enumerate(members.items())
+        ]
+        forms = [group.form for group in self._groups]
+        self._means = [self.place.mean(forms) for _ in range(rule.accumulators)]
+        self._safe: tuple[int, list[int], int] | None = None
         self.bind(tensors)
 
     def bind(self, tensors: Mapping[str, Tensor]) -> None:
@@ -114,7 +104,8 @@ class Accumulators(Store):
         clock = self.clock
         self.require_whole()
         self.whole = False
-        clock.prepare(self)
+        if clock.count >= clock.next:
+            self._prepare()
         factor = clock.factor
         for group in self._groups:
             group.add(factor)
@@ -124,15 +115,58 @@ class Accumulators(Store):
             then()
         self.whole = True
 
+    def _prepare(self) -> None:
+        """Do what is due. If that fails before anything has changed, the average stays whole."""
+        self._settle()
+        try:
+            self.clock.prepare(self)
+        except BaseException:
+            if self._safe is not None:
+                self.clock.resume(*self._safe)
+                self.whole = True
+            raise
+
+    def _settle(self) -> None:
+        """What is held is what the clock says: go back to here if the next change fails."""
+        self._safe = self.clock.count, self.clock.blocks, self.clock.folded
+
     def fold(self, total: float, weight: float, carry: float) -> None:
-        """See `Store`."""
+        """See `Store`. A mean in another place is there before the sum changes."""
+        mean = self._means[-1]
+        with self.place.renewed(mean) as new:
+            if new is not mean:
+                for group in self._groups:
+                    group.fold(mean, new, total, weight, carry)
+        self._safe = None
         for group in self._groups:
-            group.fold(total, weight, carry)
+            group.fold(mean, mean if new is mean else None, total, weight, carry)
+        self._replace(-1, new)
+        self._settle()
 
     def turn(self, gone: int, weight: float) -> None:
         """See `Store`."""
+        means = self._means
+        if weight:
+            mean = means[gone - 1]
+            if self.place.in_place:
+                self._safe = None
+            with self.place.renewed(mean) as new:
+                for group in self._groups:
+                    group.merge(mean, means[gone], weight, new)
+            self._safe = None
+            self._replace(gone - 1, new)
+        self._safe = None
+        last = self.place.emptied(means[gone])
+        self._means = [*means[:gone], *means[gone + 1 :], last]
         for group in self._groups:
-            group.turn(gone, weight)
+            group.sum.zero_()
+        self._settle()
+
+    def _replace(self, block: int, new: Mean) -> None:
+        """Let one mean take the place of another."""
+        old, self._means[block] = self._means[block], new
+        if old is not new:
+            self.place.emptied(old)
 
     def require_whole(self) -> None:
         """Raise unless every update and load so far ran to its end."""
@@ -155,21 +189,14 @@ class Accumulators(Store):
         written. `before` gets each tensor just before it is overwritten.
         """
         self.require_whole()
+        held = [(weight, None if block == SUM else self._means[block]) for weight, block in terms]
         for group in self._groups:
-            group.write(terms, into, frozen, before)
+            group.write(held, into, frozen, before)
 
     def state(self) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
         """The means of the blocks, empty blocks first, and the sum. Views, not copies."""
-
-        def views(flats: Sequence[Tensor]) -> dict[str, Tensor]:
-            return {
-                name: view
-                for group, flat in zip(self._groups, flats, strict=True)
-                for name, view in group.views(flat)
-            }
-
-        means = ([group.means[i] for group in self._groups] for i in range(self._blocks))
-        return [views(flats) for flats in means], [views([group.sum for group in self._groups])]
+        partial = {name: view for group in self._groups for name, view in group.views()}
+        return [mean.views() for mean in self._means], [partial]
 
     def state_dict(self, like: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
         """The state in the layout of `tailavg.core.state`, with tensors sharded like `like`."""
@@ -195,6 +222,12 @@ class Accumulators(Store):
             partial=partial[0],
         )
 
+    def files(self) -> dict[int, Path]:
+        """The files of closed blocks, by their number in the state."""
+        held = len(self.clock.starts)
+        means = self._means[len(self._means) - held : -1]
+        return {i: path for i, mean in enumerate(means) if (path := mean.file()) is not None}
+
     def loaded(self, state: Mapping[str, Any], tracking: Tracking) -> Callable[[], None]:
         """Check a state of these tensors, or of a single tensor without a name.
 
@@ -210,30 +243,31 @@ class Accumulators(Store):
                 f"{layout.rule_from(state['rule'])} in {state['dtype']}; "
                 "create the average with the rule and dtype of the state"
             )
-        (blocks, partial), held = self.state(), len(state["starts"])
-        if not held <= len(state["blocks"]) <= len(blocks):
+        sums, held = dict(chain(*(group.views() for group in self._groups))), len(state["starts"])
+        if not held <= len(state["blocks"]) <= len(self._means):
             raise ValueError(
                 f"state: sizes do not add up: {held} starts, {len(state['blocks'])} blocks"
             )
-        copies = []
-        for what, views, saved in [
-            *(
-                (f"state: block {i}", blocks[len(blocks) - held + i], state["blocks"][i])
-                for i in range(held)
-            ),
-            ("state: partial", partial[0], state["partial"]),
-        ]:
+        found: list[dict[str, Tensor]] = []
+        for i, saved in enumerate((*state["blocks"][:held], state["partial"])):
+            what = f"state: block {i}" if i < held else "state: partial"
             if not isinstance(saved, Mapping) and not state["count"]:
                 # an average without samples knows no shape
-                copies += [(view, torch.zeros((), device="cpu")) for view in views.values()]
+                found.append({name: torch.zeros((), device="cpu") for name in sums})
                 continue
-            if not isinstance(saved, Mapping) and len(views) > 1:
+            if not isinstance(saved, Mapping) and len(sums) > 1:
                 raise ValueError(f"{what}: expected tensors by name, got {type(saved).__name__}")
             tensors = {
                 name: _tensor(f"{what}: {name}", value)
-                for name, value in layout.named(saved, views).items()
+                for name, value in layout.named(saved, sums).items()
             }
             named = {tracking.aliases.get(name, name): tensors[name] for name in reversed(tensors)}
+            if left_out := [name for name in named if name in tracking.parameters]:
+                raise ValueError(
+                    f"{what}: expected the parameters that are averaged here, got {left_out[0]} as "
+                    "well; choose it, or if it is frozen, create the average with "
+                    "trainable_only=False"
+                )
             check_names(what, tracking.forms, named)
             for name, tensor in tensors.items():
                 first = tracking.aliases.get(name, name)
@@ -244,25 +278,40 @@ class Accumulators(Store):
                             f"{what}: {name}: expected the values of {first}, since the model has "
                             "one tensor with both names, got others"
                         )
-            for name, view in views.items():
+            for name, view in sums.items():
                 if named[name].dtype != view.dtype:
                     raise ValueError(
                         f"{what}: {name}: expected {view.dtype}, got {named[name].dtype}"
                     )
-            copies += [(views[name], local(named[name])) for name in views]
+            found.append({name: local(named[name]) for name in sums})
         layout.check_steps(state["count"], state["starts"], state["folded"])
         calls = positive_int(state.get("calls", 0), "state: calls", least=0)
         clock = clock_for(self.clock.rule)
         clock.restore(state["count"], state["starts"], state["folded"])
 
         def resume() -> None:
+            self._fill(found[:held])
             self.whole = False
-            for view, value in copies:
-                view.copy_(value)
+            for name, view in sums.items():
+                view.copy_(found[-1][name])
             self.clock, self.calls = clock, calls
             self.whole = True
 
         return resume
+
+    def _fill(self, blocks: Sequence[Mapping[str, Tensor]]) -> None:
+        """Let the newest means have these values."""
+        unused = len(self._means) - len(blocks)
+        with ExitStack() as stack:
+            new = [stack.enter_context(self.place.renewed(mean)) for mean in self._means[unused:]]
+            for mean, values in zip(new, blocks, strict=True):
+                self.whole &= not self.place.in_place
+                mean.fill(values)
+        self.whole = False
+        for i, mean in enumerate(new):
+            self._replace(unused + i, mean)
+        for i in range(unused):
+            self._means[i] = self.place.emptied(self._means[i])
 
     def to(
         self,
@@ -275,11 +324,17 @@ class Accumulators(Store):
         None stands for the device of the tensors.
         """
         self.require_whole()
-        moved = Accumulators(self.clock.rule, tensors, dtype or self.dtype, device)
+        offload = self._offload if self.place.in_place else self.place
+        moved = Accumulators(self.clock.rule, tensors, dtype or self.dtype, device, offload)
         moved.clock, moved.calls = self.clock, self.calls
-        for new, old in zip(chain(*moved.state()), chain(*self.state()), strict=True):
-            for name, view in new.items():
-                view.copy_(old[name])
+        means, (sums,) = self.state()
+        moved._fill(means[len(means) - len(self.clock.starts) :])
+        for name, view in chain(*(group.views() for group in moved._groups)):
+            view.copy_(sums[name])
+        moved.whole = True
+        self.whole = self.place.in_place  # what is in files is removed
+        for mean in self._means:
+            self.place.emptied(mean)
         return moved
 
 
@@ -288,13 +343,15 @@ class _Group:
 
     def __init__(
         self,
+        index: int,
         device: torch.device,
         dtype: torch.dtype,
         tensors: Mapping[str, Tensor],
-        accumulators: int,
+        where: Place,
     ) -> None:
         self.device, self.dtype = device, dtype
-        self.pieces: dict[str, _Piece] = {}
+        self.pieces: dict[str, Piece] = {}
+        self._index = index
         self._part = _PART if device.type == "cpu" else _PART_ELSEWHERE
         self._batches: list[list[str]] = [[]]  # small tensors, side by side
         self._large: list[str] = []
@@ -312,23 +369,24 @@ class _Group:
                 self._batches[-1].append(name)
                 used += size
             stride = tensor.stride() if _is_dense(tensor) else _contiguous(tensor.shape)
-            self.pieces[name] = _Piece(start, start + size, tensor.shape, stride)
+            self.pieces[name] = Piece(start, start + size, tensor.shape, stride)
             start += size
         pinned = device.type == "cpu" and any(t.device.type != "cpu" for t in tensors.values())
-        self.sum, *self.means = (
-            empty(start, dtype, device, pinned=pinned).zero_() for _ in range(1 + accumulators)
-        )
+        self.form = Flat(start, dtype, device, self.pieces)
+        self.sum = empty(start, dtype, device, pinned=pinned).zero_()
         stage = max(_BATCH, min(start, self._part))
         self._stage = empty(stage, dtype, device, pinned=pinned)
+        room = stage if where.elsewhere(device) else 0
+        self._rooms = [empty(room, dtype, device) for _ in range(2)]  # for parts of means
         self._plan = _NOTHING
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the tensors of the model out of copies and pickles."""
         return self.__dict__ | {"_plan": _NOTHING}
 
-    def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The tensors inside a flat tensor, by name."""
-        return ((name, piece.of(flat)) for name, piece in self.pieces.items())
+    def views(self) -> Iterator[tuple[str, Tensor]]:
+        """The sum of each tensor, by name."""
+        return ((name, piece.of(self.sum)) for name, piece in self.pieces.items())
 
     def bind(self, tensors: Mapping[str, Tensor]) -> None:
         """Work out how to add these tensors to the sum."""
@@ -400,47 +458,67 @@ class _Group:
             for total, stage, _ in parts:
                 total.add_(stage, alpha=factor)
 
-    def fold(self, total: float, weight: float, carry: float) -> None:
-        """Fold the sum into the newest mean; the rounding error starts the next sum.
+    def fold(self, old: Mean, new: Mean | None, total: float, weight: float, carry: float) -> None:
+        """Fold the sum into a mean; the rounding error starts the next sum.
 
-        The same as `tailavg.numpy.arithmetic.joined`, in place and part by part.
+        The same as `tailavg.numpy.arithmetic.joined`, in place and part by part. If the new mean is
+        another one, the sum stays as it is; without a new one, only the sum changes.
         """
-        for mean, summed in self._parts(self.means[-1], self.sum):
+        ahead = new not in (old, None)
+        for start, stop in self._ranges():
+            mean = old.load(self._index, start, stop, self._rooms[0])
+            summed = self.sum[start:stop]
             if weight == 1.0:
-                torch.mul(summed, 1.0 / total, out=mean)
-                summed.zero_()
+                joint = mean if new is None else torch.mul(summed, 1.0 / total, out=mean)
+                step = None
             elif not torch.isfinite(summed.sum() + mean.sum()):  # inf - inf is NaN
-                mean.mul_(1.0 - weight).add_(summed, alpha=weight / total)
-                summed.zero_()
+                joint = mean.mul_(1.0 - weight).add_(summed, alpha=weight / total)
+                step = None
             else:
-                step = summed.mul_(1.0 / total).sub_(mean).mul_(weight)
-                joint = torch.add(mean, step, out=self._stage[: len(mean)])
-                mean.sub_(joint)  # minus the step that was taken
-                step.add_(mean).mul_(carry)
-                mean.copy_(joint)
+                step = self._rooms[1][: stop - start] if ahead else summed
+                torch.mul(summed, 1.0 / total, out=step).sub_(mean).mul_(weight)
+                joint = torch.add(mean, step, out=self._stage[: stop - start])
+            if not ahead:
+                if step is None:
+                    summed.zero_()
+                else:
+                    step.add_(mean.sub_(joint)).mul_(carry)  # less the step that was taken
+                    joint = mean.copy_(joint)
+            if new is not None:
+                new.store(self._index, start, joint)
 
-    def turn(self, gone: int, weight: float) -> None:
-        """Open a block in the memory of one that is dropped or merged."""
-        means = self.means
-        if weight:
-            means[gone - 1].mul_(1.0 - weight).add_(means[gone], alpha=weight)
-        self.means = [*means[:gone], *means[gone + 1 :], means[gone]]
-        self.sum.zero_()
+    def merge(self, mean: Mean, gone: Mean, weight: float, new: Mean) -> None:
+        """Join two means, the second with this weight."""
+        for start, stop in self._ranges():
+            joint, other = (
+                one.load(self._index, start, stop, room)
+                for one, room in zip((mean, gone), self._rooms, strict=True)
+            )
+            new.store(self._index, start, joint.mul_(1.0 - weight).add_(other, alpha=weight))
 
     def write(
         self,
-        terms: Sequence[tuple[float, int]],
+        terms: Sequence[tuple[float, Mean | None]],
         into: Mapping[str, Tensor],
         frozen: Mapping[str, Tensor],
         before: Callable[[list[Tensor]], None] | None,
     ) -> None:
-        """Write the average into tensors; see `Accumulators.write`."""
-        flats = [
-            (weight, self.sum if block == SUM else self.means[block]) for weight, block in terms
-        ]
+        """Write the average into tensors; see `Accumulators.write`. None stands for the sum."""
 
         def average(start: int, stop: int, out: Tensor) -> Tensor:
-            return _combine([(weight, flat[start:stop]) for weight, flat in flats], out)
+            for low, high in self._ranges(start, stop):
+                part = out[low - start : high - start]
+                for i, (weight, mean) in enumerate(terms):
+                    held = (
+                        self.sum[low:high]
+                        if mean is None
+                        else mean.load(self._index, low, high, self._rooms[0])
+                    )
+                    if i:
+                        part.add_(held, alpha=weight)
+                    else:
+                        torch.mul(held, weight, out=part)
+            return out
 
         for batch in self._batches:
             if batch:
@@ -481,7 +559,7 @@ class _Group:
                 start = stop
 
     def _is_still(
-        self, piece: _Piece, flat: Tensor, average: Callable[[int, int, Tensor], Tensor]
+        self, piece: Piece, flat: Tensor, average: Callable[[int, int, Tensor], Tensor]
     ) -> bool:
         """Whether the average of a large tensor is what it holds, up to rounding."""
         if flat.dim() != 1:
@@ -495,16 +573,19 @@ class _Group:
             start = stop
         return True
 
-    def _parts(self, *flats: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        return zip(
-            *(_split(flat, min(self._part, len(self._stage))) for flat in flats), strict=True
-        )
+    def _ranges(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:
+        """Parts that are worked on at a time."""
+        stop = len(self.sum) if stop is None else stop
+        size = min(self._part, len(self._stage))
+        return ((low, min(low + size, stop)) for low in range(start, stop, size))
 
 
 def _tensor(what: str, value: Any) -> Tensor:
     if isinstance(value, Tensor):
         return value
     try:
+        if isinstance(value, np.ndarray) and value.flags.writeable and value.flags.aligned:
+            return torch.from_numpy(value)  # a file, perhaps: it is but read
         if isinstance(value, np.ndarray | np.generic | list | tuple | int | float | complex):
             return torch.from_numpy(np.array(value))
         raise TypeError("not a tensor")
@@ -533,14 +614,6 @@ def _rounds_to(average: Tensor, values: Tensor) -> bool:
     bits = torch.int32 if average.itemsize == 4 else torch.int64
     low, high = torch.aminmax(average.view(bits) - values.view(bits))
     return max(-int(low), int(high)) <= _ROUNDING
-
-
-def _combine(terms: Sequence[tuple[float, Tensor]], out: Tensor) -> Tensor:
-    (weight, first), *rest = terms
-    torch.mul(first, weight, out=out)
-    for weight, tensor in rest:
-        out.add_(tensor, alpha=weight)
-    return out
 
 
 def _order(shape: torch.Size, stride: Sequence[int]) -> list[tuple[int, int]]:

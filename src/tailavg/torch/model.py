@@ -16,6 +16,7 @@ from tailavg.core.rules import AnyTail, Rule, as_rule, windowed
 from tailavg.core.state import nothing_yet
 from tailavg.core.windows import AnyWindow, Reals, positive_int
 from tailavg.torch.accumulators import Accumulators
+from tailavg.torch.memory import Memory, Offload
 from tailavg.torch.swap import Aside
 from tailavg.torch.tracking import Buffers, Tracking, is_sharded, outside_autograd, unwrap
 
@@ -65,6 +66,7 @@ class AveragedModel(Module):
         buffers: `"copy"`: the copy has the buffers of the model at the last update; `"average"`:
             floating point buffers are averaged as well; `"skip"`: it keeps those that it has.
         update_every: Count only every n-th call of `update_parameters`.
+        offload: Where to keep all of the average but its sum, as in `ParameterAverage`.
 
     Examples:
         >>> model = torch.nn.Linear(1, 1, bias=False)
@@ -89,6 +91,7 @@ class AveragedModel(Module):
         *,
         buffers: Buffers | None = None,
         update_every: int = 1,
+        offload: Offload = None,
     ) -> None: ...
 
     @overload
@@ -101,6 +104,7 @@ class AveragedModel(Module):
         use_buffers: bool | None = None,
         buffers: Buffers | None = None,
         update_every: int = 1,
+        offload: Offload = None,
     ) -> None: ...
 
     def __init__(self, model: Module, *args: Any, **options: Any) -> None:
@@ -116,6 +120,7 @@ class AveragedModel(Module):
         use_buffers: bool | None = None,
         buffers: Buffers | None = None,
         update_every: int = 1,
+        offload: Offload = None,
     ) -> None:
         rule = as_rule(rule)
         if isinstance(rule, AnyTail):
@@ -137,12 +142,12 @@ class AveragedModel(Module):
             )
         self.use_buffers = buffers == "average"
         self._every = positive_int(update_every, "update_every")
-        self._options = {"buffers": buffers}
+        self._options: dict[str, Any] = {"buffers": buffers}
         module = deepcopy(unwrap(model))
         if device is not None:
             module.to(device)
         self._target = Tracking(module, **self._options)
-        self._accumulators = Accumulators(rule, self._target.locals, torch.float32, device)
+        self._accumulators = Accumulators(rule, self._target.locals, torch.float32, device, offload)
         self._source: Tracking | None = None
         self._path: list[str] = []  # to the source, inside of wrappers
         self._shown = 0  # the count at which the module got the average
@@ -366,20 +371,22 @@ class AveragedModel(Module):
             weights["n_averaged"] = self.n_averaged.clone()
         if hasattr(state_dict, "_metadata"):  # the versions of modules
             weights._metadata = state_dict._metadata  # type: ignore[attr-defined]
-        aside = Aside(target, target.averaged | target.parameters | target.buffers, None)
+        aside = Aside(target, target.averaged | target.parameters | target.buffers, Memory(None))
         for memory in aside.memory.values():
             aside.keep([memory])
         whole, accumulators.whole = accumulators.whole, False
+        loaded = False
         try:
             keys = super().load_state_dict(weights, strict, assign)
             target.refresh()
+            loaded, accumulators.whole = True, whole
+            resume()  # which says by itself whether it left all as it was
         except BaseException:
             aside.put_back()
-            accumulators.whole = whole
+            accumulators.whole = accumulators.whole if loaded else whole
             raise
-        self._shown, self._hook.owner = state_dict["_extra_state"]["count"], None
-        self.n_averaged.fill_(self._shown)
-        resume()
+        self._shown, self._hook.owner = self.count, None
+        self.n_averaged.fill_(self.count)
         return keys
 
     def compile(self, *args: Any, **kwargs: Any) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -15,10 +16,11 @@ from torch.utils.hooks import RemovableHandle
 
 from tailavg.core import profile as profiles
 from tailavg.core.rules import AnyTail, Rule, as_rule, windowed
-from tailavg.core.state import nothing_yet
+from tailavg.core.state import nothing_yet, read, write_folder
 from tailavg.core.windows import AnyWindow, Reals, positive_int
 from tailavg.torch.accumulators import Accumulators
 from tailavg.torch.export import write_safetensors
+from tailavg.torch.memory import Offload
 from tailavg.torch.swap import Aside
 from tailavg.torch.tracking import (
     Buffers,
@@ -61,7 +63,8 @@ class ParameterAverage:
 
     Call `update()` after each step of the optimizer, or `attach` it once; evaluate inside
     `average_parameters()`. The model is not copied. The average holds the accumulators of the rule
-    (three for an `AnytimeWindow`) and one sum, and a copy of the weights during a swap.
+    (three for an `AnytimeWindow`) and one sum, and a copy of the weights during a swap. With
+    `offload` all but the sum is elsewhere.
 
     Args:
         model: A module, pairs of names and tensors, or tensors alone, which go by their order. DDP,
@@ -76,8 +79,14 @@ class ParameterAverage:
         buffers: `"copy"`: outputs have the model's buffers, and a swap restores them afterwards;
             `"average"`: floating point buffers are averaged like parameters; `"skip"`: swaps and
             `copy_to` leave buffers alone.
+        trainable_only: Whether to leave out parameters that are frozen (`requires_grad` is False)
+            when the average is created. They take no memory, and outputs have them unchanged from
+            the model. If one is trained later, the next update raises an error.
         update_every: Count only every n-th call of `update`. The window is in counted updates.
         start_after: Ignore so many calls of `update` at first; `update_every` applies to the rest.
+        offload: Where to keep all but the sum, which alone is touched by every update, and the
+            weights during a swap: `"cpu"` for main memory, or a folder for files in it. Not even a
+            bit of any result depends on it.
 
     Examples:
         >>> model = torch.nn.Linear(1, 1, bias=False)
@@ -104,8 +113,10 @@ class ParameterAverage:
         include: Choice = None,
         exclude: Choice = None,
         buffers: Buffers = "copy",
+        trainable_only: bool = True,
         update_every: int = 1,
         start_after: int = 0,
+        offload: Offload = None,
     ) -> None:
         self._rule = as_rule(rule)
         self._every = positive_int(update_every, "update_every")
@@ -114,14 +125,15 @@ class ParameterAverage:
             "include": include,
             "exclude": exclude,
             "buffers": buffers,
+            "trainable_only": trainable_only,
         }
         self._tracking = Tracking(model, **self._options)
         if not self._tracking.averaged:
             raise ValueError(
-                "expected at least one floating point tensor to average, got none; "
-                "include and exclude choose them by name"
+                "expected at least one floating point tensor to average, got none; include and "
+                "exclude choose them by name, and trainable_only=False takes frozen parameters too"
             )
-        self._accumulators = Accumulators(self._rule, self._tracking.locals, dtype, device)
+        self._accumulators = Accumulators(self._rule, self._tracking.locals, dtype, device, offload)
         self._aside: Aside | None = None  # the training weights, during a swap
         self._handle: RemovableHandle | None = None
 
@@ -304,7 +316,7 @@ class ParameterAverage:
         tracking, tensors = self._tracking, dict(self._tracking.averaged)
         if self._options["buffers"] != "skip":
             tensors |= tracking.buffers
-        aside = self._aside = Aside(tracking, tensors, self._accumulators.device)
+        aside = self._aside = Aside(tracking, tensors, self._accumulators.place)
         # what has a place of its own is kept just before it is overwritten, which is faster
         later = terms is not None and not tracking.overlaps
         for name, memory in aside.memory.items():
@@ -476,6 +488,44 @@ class ParameterAverage:
         resume()
 
     @outside_autograd
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the complete state to a folder, whole or not at all.
+
+        It has `state.json`, a safetensors file for each closed block, and `open.safetensors` for
+        the rest. A closed block never changes. So with `offload` to a folder on the same file
+        system, its file is linked and not written again, and only 8 bytes a parameter are written.
+        Each saved folder is complete by itself; an older one of that name is replaced in one step.
+
+        Raises:
+            TypeError: If the model is sharded; `torch.distributed.checkpoint` saves `state_dict()`.
+
+        Examples:
+            >>> import tempfile
+            >>> model = torch.nn.Linear(2, 1)
+            >>> average, resumed = ParameterAverage(model, 100), ParameterAverage(model, 100)
+            >>> average.update()
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     average.save(f"{folder}/step-1")
+            ...     resumed.load(f"{folder}/step-1")
+            >>> resumed.count
+            1
+        """
+        if any(map(is_sharded, self._tracking.averaged.values())):
+            raise TypeError(
+                "save: expected a model that is not sharded, got one whose processes hold a part "
+                "each; save state_dict() with torch.distributed.checkpoint"
+            )
+        write_folder(path, self.state_dict(), _in_main_memory, self._accumulators.files())
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Resume from what `save` wrote, or NumPy's `TailAverage.save`.
+
+        Raises:
+            ValueError: As `load_state_dict`, or if a file is missing or damaged; nothing changes.
+        """
+        self.load_state_dict(read(path))
+
+    @outside_autograd
     def to(
         self,
         device: torch.device | str | int | torch.dtype | None = None,
@@ -519,3 +569,8 @@ class ParameterAverage:
                 f"{call}: expected a model with its own weights, got one whose weights are "
                 "put aside; leave average_parameters() or call restore() first"
             )
+
+
+def _in_main_memory(tensor: Tensor) -> npt.NDArray[Any]:
+    array: npt.NDArray[Any] = tensor.detach().cpu().numpy()
+    return array

@@ -23,6 +23,7 @@ __all__ = [
     "Source",
     "Tracking",
     "check_names",
+    "is_frozen",
     "is_sharded",
     "local",
     "outside_autograd",
@@ -38,6 +39,7 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 Form = tuple[torch.Size, torch.Size, str]
 Relation = frozenset[tuple[str, float, tuple[int, ...]]]
 
+_TRAINS = attrgetter("requires_grad")
 _PLACE = (Tensor.data_ptr, Tensor.stride, attrgetter("nbytes"))  # where a tensor's elements are
 
 
@@ -72,6 +74,11 @@ def is_sharded(tensor: Any) -> bool:
 def local(tensor: Tensor) -> Tensor:
     """This process's shard of a DTensor; any other tensor unchanged."""
     return tensor._local_tensor if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def is_frozen(tensor: Tensor) -> bool:
+    """Whether this is a parameter that does not train. (Of a plain tensor nobody said so.)"""
+    return not tensor.requires_grad and isinstance(tensor, Parameter)
 
 
 def sharded_like(shard: Tensor, like: Tensor) -> Tensor:
@@ -165,10 +172,12 @@ class Tracking:
         include: Choice = None,
         exclude: Choice = None,
         buffers: Buffers = "copy",
+        trainable_only: bool = False,
     ) -> None:
         if buffers not in get_args(Buffers):
             raise ValueError(f"buffers: expected one of {get_args(Buffers)}, got {buffers!r}")
         self._average_buffers = buffers == "average"
+        self._trainable_only = trainable_only
         self.module: Module | None = None
         self.unnamed = False  # the names are numbers
         if isinstance(source, Module):
@@ -178,6 +187,7 @@ class Tracking:
         self._include = _Patterns("include", include)
         self._exclude = _Patterns("exclude", exclude)
         self._fsdp: list[Any] = []
+        self.forms: dict[str, Form] = {}
         self.apart: list[tuple[str, str, Tensor]] = []  # see `of`
         self._adopt(self._look())
         self.settle()
@@ -202,6 +212,7 @@ class Tracking:
         first: dict[Any, str] = {}
         objects: dict[int, Tensor] = {}
         found: dict[str, tuple[Tensor, bool]] = {}
+        trains: set[str] = set(self.forms)  # what is averaged is averaged for good
         seen = _Seen({}, {}, {}, {}, [], set())
         for name, tensor, is_buffer in self._tensors():
             if is_lazy(tensor):
@@ -213,12 +224,14 @@ class Tracking:
             if known != name and id(tensor) not in objects:
                 seen.twins.append((known, tensor))
             objects[id(tensor)] = tensor
+            if not (self._trainable_only and is_frozen(tensor)):
+                trains.add(known)
             kept, was_buffer = found.get(known, (tensor, True))
             found[known] = kept, was_buffer and is_buffer
         names = list(seen.aliases)
         chosen = self._include.among(names) if self._include.choice is not None else set(names)
         chosen -= self._exclude.among(names)
-        chosen = {seen.aliases[name] for name in chosen}
+        chosen = {seen.aliases[name] for name in chosen} & trains
         for name, (tensor, is_buffer) in found.items():
             numbers = tensor.is_floating_point() or tensor.is_complex()
             writable = local(tensor).layout is torch.strided and not _is_expanded(tensor)
@@ -255,6 +268,8 @@ class Tracking:
         self._shards = [local(tensor) for tensor in self._sharded]
         self._tensors_seen = [local(tensor) for tensor in watched]
         self._places = [list(map(part, self._tensors_seen)) for part in _PLACE]
+        left_out = self.parameters.values() if self._trainable_only else ()
+        self._frozen = [tensor for tensor in left_out if is_frozen(tensor)]
         self._slots: list[dict[str, Any]] = []
         self._fsdp = []
         if self.module is not None:
@@ -285,6 +300,7 @@ class Tracking:
             list(map(id, chain.from_iterable(map(dict.values, self._slots)))) == self._ids
             and all(list(map(part, self._tensors_seen)) == was for part, was in self._placed())
             and all(map(_same_shard, self._sharded, self._shards))
+            and not any(map(_TRAINS, self._frozen))
         )
 
     def _placed(self) -> Iterator[tuple[Callable[[Tensor], Any], list[Any]]]:
@@ -308,6 +324,12 @@ class Tracking:
                     f"model: {name}: expected {expected}, as at first, got {got}; an average goes "
                     "on only while the same tensors are tied"
                 )
+        if thawed := [name for name in seen.averaged if name in self.parameters]:
+            raise ValueError(
+                f"model: {_listed(thawed)}: expected frozen parameters, as when the average was "
+                "created, got ones that train; create the average with trainable_only=False if "
+                "some are to be trained later, or create another one now"
+            )
         check_names("model", self.forms, seen.averaged)
         self._adopt(seen)
         if then is not None:
@@ -319,9 +341,7 @@ class Tracking:
         return {
             name: self.locals[name]
             for name, tensor in self.averaged.items()
-            # of a plain tensor without gradients nobody said that it stays
-            if not tensor.requires_grad
-            and (self.module is not None or isinstance(tensor, Parameter))
+            if (not tensor.requires_grad if self.module is not None else is_frozen(tensor))
         }
 
     def state_dict(self) -> dict[str, Any]:

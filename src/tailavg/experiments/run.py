@@ -1,0 +1,144 @@
+"""All measurements of `tailavg reproduce`, side by side on the processor's cores."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from threading import Event
+from typing import Any
+
+from tailavg.experiments.claims import CLAIMS, STREAM_CLAIMS, Finding, Outcome, find
+from tailavg.experiments.noise import variances
+from tailavg.experiments.regression import (
+    DivergedError,
+    Errors,
+    Means,
+    Problem,
+    Tails,
+    measure,
+    measure_tails,
+    methods,
+    turns,
+)
+
+__all__ = ["Plan", "Result", "run"]
+
+THREADS = min(8, os.cpu_count() or 1)
+"""NumPy releases the interpreter's lock while it computes."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run: a problem, how many seeds from its own on, and the steps beside its own."""
+
+    problem: Problem
+    at: int  # the step of the figure of weights
+    quick: bool = False
+
+    @property
+    def seeds(self) -> int:
+        """How many seeds decide the claims."""
+        return 2 if self.quick else 10
+
+    @property
+    def other_steps(self) -> list[float]:
+        """Multiples of the default step; twice it is the largest that is guaranteed stable."""
+        factors = (0.3, 1.0) if self.quick else (0.1, 0.3, 0.6, 1.0, 1.5, 2.0)
+        tried = (factor * self.problem.default_step for factor in factors)
+        return [step for step in tried if step != self.problem.used_step]
+
+    @property
+    def command(self) -> str:
+        """The command that gives the same numbers."""
+        given = {
+            field.name: getattr(self.problem, field.name)
+            for field in fields(Problem)
+            if getattr(self.problem, field.name) != field.default
+        }
+        options = [f"--{name.replace('_', '-')} {value}" for name, value in given.items()]
+        quick = ["--quick"] if self.quick else []
+        return " ".join(["tailavg reproduce", *quick, *options, f"--at {self.at}"])
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was measured: by the problem itself, by seeds, by steps, and on pure noise."""
+
+    plan: Plan
+    errors: Errors
+    tails: Tails
+    by_seed: list[Means]  # the problem's own first
+    by_step: Mapping[float, list[Outcome] | None]  # None: the iterates diverged
+    variances: Means
+
+    @cached_property
+    def findings(self) -> list[Finding]:
+        """The claims about SGD, then those about any stream."""
+        problem = self.plan.problem
+        of_streams = find(STREAM_CLAIMS, problem, [self.variances])
+        return find(CLAIMS, problem, self.by_seed) + of_streams
+
+
+def run(
+    plan: Plan,
+    seeds_advance: Callable[[int], Any] = lambda _: None,
+    steps_advance: Callable[[int], Any] = lambda _: None,
+) -> Result:
+    """Measure everything. Each `advance` is called with the number of batches done."""
+    problem, stop = plan.problem, Event()
+
+    def unless_stopped(advance: Callable[[int], Any]) -> Callable[[int], None]:
+        def checked(done: int) -> None:
+            if stop.is_set():
+                raise CancelledError
+            advance(done)
+
+        return checked
+
+    by_seeds, by_steps, silent = map(unless_stopped, (seeds_advance, steps_advance, lambda _: None))
+    rules = methods(problem.batches)
+
+    def own() -> Errors:
+        return measure(problem, rules | turns(), by_seeds)
+
+    def of_seed(seed: int) -> Means:
+        return _means(measure(replace(problem, seed=seed), rules, by_seeds))
+
+    def at_step(step: float) -> list[Outcome] | None:
+        other = replace(problem, step=step)
+        try:
+            means = _means(measure(other, rules, by_steps))
+        except DivergedError:
+            return None
+        return [claim.judge(other, means) for claim in CLAIMS]
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        try:
+            main = pool.submit(own)
+            tails = pool.submit(measure_tails, problem, silent)
+            noise = pool.submit(variances, problem.seed, problem.batches, advance=silent)
+            others = range(problem.seed + 1, problem.seed + plan.seeds)
+            seeds = [pool.submit(of_seed, seed) for seed in others]
+            steps = {step: pool.submit(at_step, step) for step in plan.other_steps}
+            errors = main.result()
+            own_means = {curve: errors[curve].mean(axis=1) for curve in rules}
+            own_outcomes = [claim.judge(problem, own_means) for claim in CLAIMS]
+            found = {step: future.result() for step, future in steps.items()}
+            return Result(
+                plan,
+                errors,
+                tails.result(),
+                [own_means, *(future.result() for future in seeds)],
+                dict(sorted({**found, problem.used_step: own_outcomes}.items())),
+                noise.result(),
+            )
+        finally:
+            stop.set()  # after an interrupt, the threads end at their next chunk
+            pool.shutdown(cancel_futures=True)
+
+
+def _means(errors: Errors) -> Means:
+    return {curve: values.mean(axis=1) for curve, values in errors.items()}
