@@ -162,7 +162,7 @@ def test_a_state_that_does_not_fit_on_the_disk(tmp_path):
 
 
 def test_a_signal_that_comes_twice_at_once(tmp_path):
-    """As from a terminal that is closed, whose shell sends it again; which is first, none can say."""
+    """As from a terminal that is closed, whose shell sends it again; either may be first."""
     state = tmp_path / "state"
     with Live("-w", "1.0", "--state", state) as live:
         assert live.ask("1") == "1\n"
