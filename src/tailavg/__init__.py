@@ -2,6 +2,7 @@
 
 TYPE_CHECKING = False  # as in typing, which takes time to import
 if TYPE_CHECKING:
+    from tailavg.core.decay import Decay
     from tailavg.core.profile import Profile
     from tailavg.core.rules import AnyTail, AnytimeWindow, ExactWindow, Exponential, RawTail
     from tailavg.core.windows import Fixed, Growing
@@ -10,6 +11,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AnyTail",
     "AnytimeWindow",
+    "Decay",
     "ExactWindow",
     "Exponential",
     "Fixed",
@@ -28,7 +30,7 @@ def __getattr__(name: str) -> object:
     if name in ("core", "numpy"):
         return import_module(f"tailavg.{name}")
     if name in __all__:
-        for module in ("numpy", "core.rules", "core.windows", "core.profile"):
+        for module in ("numpy", "core.rules", "core.windows", "core.decay", "core.profile"):
             found = vars(import_module(f"tailavg.{module}"))
             globals().update({each: found[each] for each in __all__ if each in found})
         return globals()[name]

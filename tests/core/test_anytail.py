@@ -16,7 +16,7 @@ from cases import short
 from schedule import advance, closes, turn
 from tailavg import AnyTail, Growing, TailAverage
 from tailavg.core.profile import dense_weights, profile
-from tailavg.core.rules import windowed
+from tailavg.core.rules import size_of
 
 # The blocks
 
@@ -158,7 +158,7 @@ def test_what_is_touched_is_what_the_profile_says():
         starts = advance(rule, [0], t)
         found = touched(np.array(starts), np.full((1, len(HUNDREDTHS)), t))[0]
         for hundredths, samples in zip(HUNDREDTHS.tolist(), found.tolist(), strict=True):
-            got = profile(windowed(rule, hundredths / 100, t), starts, t)
+            got = profile(rule, starts, t, hundredths / 100)
             assert got.oldest_age == samples - 1, (t, hundredths)
 
 
@@ -166,8 +166,7 @@ def test_what_is_touched_is_what_the_profile_says():
 
 
 def check_effective_size(rule, window, starts, t):
-    asked = windowed(rule, window, t)
-    got, k = profile(asked, starts, t), min(t, asked.size(t))
+    got, k = profile(rule, starts, t, window), min(t, size_of(rule, window, t))
     assert got.count == t
     assert got.accumulators == rule.accumulators
     assert k * (1 - 1e-9) <= got.effective_size < k + 1, (window, t)
@@ -210,7 +209,7 @@ def test_any_window_of_any_tail_at_any_step_has_its_size(m, shortest, t, data):
     )
     check_effective_size(rule, window, starts, t)
     if t < 10_000:
-        alpha = dense_weights(windowed(rule, window, t), starts, t)
+        alpha = dense_weights(rule, starts, t, window)
         assert math.isclose(alpha.sum(), 1.0, rel_tol=1e-12)
         assert (alpha >= 0).all()
 

@@ -21,6 +21,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from tailavg.core.decay import Decay, Reading
 from tailavg.core.equation import join
 from tailavg.core.rules import (
     AnyTail,
@@ -31,7 +32,7 @@ from tailavg.core.rules import (
     Rule,
     window_of,
 )
-from tailavg.core.windows import NEVER, AnyWindow, Fixed, Reals, Window
+from tailavg.core.windows import NEVER, Fixed, Reals, Window
 
 __all__ = [
     "FOLD",
@@ -140,7 +141,7 @@ class Clock(ABC):
         return None
 
     @abstractmethod
-    def terms(self, window: AnyWindow | None = None) -> list[tuple[float, int]]:
+    def terms(self, window: Reading | None = None) -> list[tuple[float, int]]:
         """The average now: weights, and the blocks whose means they are of, or `SUM`.
 
         What has no weight is left out: a zero times a NaN would be a NaN.
@@ -250,7 +251,7 @@ class BlockClock(Clock):
                 return block, start, enough
         return -1, self.blocks[-1], NEVER
 
-    def terms(self, window: AnyWindow | None = None) -> list[tuple[float, int]]:
+    def terms(self, window: Reading | None = None) -> list[tuple[float, int]]:
         """See `Clock`.
 
         Examples:
@@ -262,6 +263,8 @@ class BlockClock(Clock):
         """
         t, blocks = self.count, self.blocks
         asked = window_of(self.rule, window, t)
+        if isinstance(asked, Decay):
+            return self._decayed(asked)
         oldest, since, _ = self.split(asked)
         old = since - blocks[oldest] if oldest >= 0 else 0
         g = join(old, t - since, asked.size(t)) if old else 0.0
@@ -271,6 +274,17 @@ class BlockClock(Clock):
             if start >= since and end > start:
                 found.append((each * (end - start), block))
         return [*found, (each, SUM)] if t > self.folded else found
+
+    def _decayed(self, decay: Decay) -> list[tuple[float, int]]:
+        """As `terms`: each block has its weight, the open one that of its mean and of its sum."""
+        t, blocks, last = self.count, self.blocks, len(self.blocks) - 1
+        sizes = [end - start for start, end in pairwise([*blocks, t])]
+        weights = decay.read(sizes, t)
+        rest = t - self.folded  # of the open block, in the sum
+        each = weights[last] / sizes[last]
+        weights[last] = each * (sizes[last] - rest)
+        found = [(weight, block) for block, weight in enumerate(weights) if weight]
+        return [*found, (each, SUM)] if rest and each else found
 
     def alike(self) -> tuple[int, int]:
         """The size of all blocks from here on, and the last start of one; (0, 0) if they differ.
@@ -398,7 +412,7 @@ class DecayClock(Clock):
         scale = self.scales[self.count - self.folded - 1]
         return self.decay * scale, scale
 
-    def terms(self, window: AnyWindow | None = None) -> list[tuple[float, int]]:
+    def terms(self, window: Reading | None = None) -> list[tuple[float, int]]:
         window_of(self.rule, window, self.count)
         of_mean, of_sum = self.weights()
         return [(weight, block) for weight, block in ((of_mean, 0), (of_sum, SUM)) if weight]
@@ -463,7 +477,7 @@ class SampleClock(Clock):
     def fold(self) -> tuple[float, float, float]:
         return 1.0, 1.0, 0.0  # one sample is its own mean
 
-    def terms(self, window: AnyWindow | None = None) -> list[tuple[float, int]]:
+    def terms(self, window: Reading | None = None) -> list[tuple[float, int]]:
         window_of(self.rule, window, self.count)
         return [(1.0 / self.kept, block) for block in range(self.kept)]
 

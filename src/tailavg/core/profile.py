@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import dropwhile, pairwise
 
 import numpy as np
 
+from tailavg.core.decay import Decay, Reading
 from tailavg.core.equation import read
-from tailavg.core.rules import ExactWindow, Exponential, WindowRule
+from tailavg.core.rules import ExactWindow, Exponential, Rule, size_of, window_of
 from tailavg.core.windows import Reals
 
 __all__ = ["Profile", "dense_weights", "newest_first", "profile"]
@@ -35,21 +36,23 @@ class Profile:
     """How many means (or, for an exact window, samples) are held."""
 
 
-def dense_weights(rule: WindowRule, starts: Sequence[int], t: int) -> Reals:
+def dense_weights(
+    rule: Rule, starts: Sequence[int], t: int, window: Reading | None = None
+) -> Reals:
     """The weight of each of t samples, oldest first; `starts` are those of the blocks."""
     weights = np.zeros(t)
     end = t
-    for size, run in newest_first(rule, starts, t):
+    for size, run in newest_first(rule, starts, t, window):
         weights[end - size : end] = run[::-1] if isinstance(run, np.ndarray) else run
         end -= size
     return weights
 
 
-def profile(rule: WindowRule, starts: Sequence[int], t: int) -> Profile:
+def profile(rule: Rule, starts: Sequence[int], t: int, window: Reading | None = None) -> Profile:
     """The summary of `dense_weights`, in constant memory."""
     squares = ages = 0.0
     age = 0
-    for size, run in newest_first(rule, starts, t):
+    for size, run in newest_first(rule, starts, t, window):
         if isinstance(run, np.ndarray):
             squares += float(run @ run)
             ages += float(run @ np.arange(age, age + size))
@@ -58,13 +61,14 @@ def profile(rule: WindowRule, starts: Sequence[int], t: int) -> Profile:
             ages += size * run * (age + (size - 1) / 2)
         age += size
     held = rule.samples(t) if isinstance(rule, ExactWindow) else rule.accumulators
-    return Profile(t, float(rule.size(t)), 1.0 / squares, ages, age - 1, held)
+    return Profile(t, size_of(rule, window, t), 1.0 / squares, ages, age - 1, held)
 
 
 def newest_first(
-    rule: WindowRule, starts: Sequence[int], t: int
+    rule: Rule, starts: Sequence[int], t: int, window: Reading | None = None
 ) -> Iterator[tuple[int, float | Reals]]:
     """Runs of samples, from the newest to the oldest that has a weight: size, weight of each."""
+    asked = window_of(rule, window, t)
     if not t:
         return
     if isinstance(rule, Exponential):
@@ -85,6 +89,10 @@ def newest_first(
         yield samples, 1.0 / samples
     else:
         sizes = [end - start for start, end in pairwise([*starts, t])]
-        for size, weight in reversed(list(zip(sizes, read(sizes, rule.size(t)), strict=True))):
-            if weight > 0.0:
-                yield size, weight / size
+        if isinstance(asked, Decay):
+            weights = asked.read(sizes, t)
+        else:
+            weights = read(sizes, size_of(rule, window, t))
+        runs = dropwhile(lambda run: run[1] <= 0.0, zip(sizes, weights, strict=True))
+        for size, weight in reversed(list(runs)):
+            yield size, weight / size

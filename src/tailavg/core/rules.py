@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from tailavg.core.decay import Decay, Reading
 from tailavg.core.equation import root
 from tailavg.core.windows import (
     NEVER,
@@ -49,8 +50,8 @@ __all__ = [
     "Rule",
     "WindowRule",
     "as_rule",
+    "size_of",
     "window_of",
-    "windowed",
 ]
 
 Turns = Literal["balanced", "paper"]
@@ -224,10 +225,12 @@ class AnyTail:
                 best, least, since = block, size, after
         return best
 
-    def window(self, window: AnyWindow | None, t: int) -> Window:
-        """The window that is asked for, if it can be read at step t."""
+    def window(self, window: Reading | None, t: int) -> Window | Decay:
+        """What is asked for, if it can be read at step t. A linear decay is the plain window."""
         if window is not None:
-            found = as_window(window)
+            found = window if isinstance(window, Decay) else as_window(window)
+            if isinstance(found, Decay) and found.shape == "linear":
+                found = found.window
             if found.size(t) >= self.shortest * t * (1 - float(TIE)):
                 return found
         got = "since AnyTail has none of its own; got none" if window is None else f"got {window!r}"
@@ -296,11 +299,16 @@ Rule = WindowRule | AnyTail
 
 def as_rule(rule: AnyWindow | Rule) -> Rule:
     """A rule, or the window or number that stands for an `AnytimeWindow` over it."""
+    if isinstance(rule, Decay):
+        raise TypeError(
+            f"rule: expected a number, a window or a rule, got {rule}; average with AnyTail(), and "
+            "read that with the decay"
+        )
     return rule if isinstance(rule, Rule) else AnytimeWindow(rule)
 
 
-def window_of(rule: Rule, window: AnyWindow | None, t: int) -> Window:
-    """The window over which an average is read at step t: the rule's own, or one of `AnyTail`."""
+def window_of(rule: Rule, window: Reading | None, t: int) -> Window | Decay:
+    """That with which an average is read at step t: the rule's own window, or one of `AnyTail`."""
     if isinstance(rule, AnyTail):
         return rule.window(window, t)
     if window is not None:
@@ -311,12 +319,12 @@ def window_of(rule: Rule, window: AnyWindow | None, t: int) -> Window:
     return rule.window
 
 
-def windowed(rule: Rule, window: AnyWindow | None, t: int) -> WindowRule:
-    """The rule by which an average is read at step t: its own, or that of a window of `AnyTail`.
+def size_of(rule: Rule, window: Reading | None, t: int) -> float:
+    """k_t of what an average is read with: see `window_of`.
 
     Examples:
-        >>> windowed(AnyTail(), 0.25, 1000)
-        AnytimeWindow(window=Growing(c=0.25, at_most=None), accumulators=12, turns='balanced')
+        >>> size_of(AnyTail(), 0.25, 1000), size_of(AnytimeWindow(100), None, 1000)
+        (250.0, 100.0)
     """
-    found = window_of(rule, window, t)
-    return AnytimeWindow(found, rule.accumulators) if isinstance(rule, AnyTail) else rule
+    asked = window_of(rule, window, t)
+    return float(asked.size(t) if isinstance(rule, AnyTail) else rule.size(t))

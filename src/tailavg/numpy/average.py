@@ -13,15 +13,16 @@ import numpy.typing as npt
 
 from tailavg.core import state as layout
 from tailavg.core.clock import Clock, clock_for
+from tailavg.core.decay import Reading
 from tailavg.core.profile import Profile, dense_weights, profile
-from tailavg.core.rules import AnyTail, Rule, as_rule, windowed
+from tailavg.core.rules import AnyTail, Rule, as_rule, size_of, window_of
 from tailavg.core.windows import AnyWindow, Reals, shown
 from tailavg.numpy.arithmetic import Array
 
 __all__ = ["TailAverage", "Windows"]
 
 NanPolicy = Literal["propagate", "raise", "omit"]
-Windows = AnyWindow | list[AnyWindow] | tuple[AnyWindow, ...] | None
+Windows = Reading | list[Reading] | tuple[Reading, ...] | None
 
 
 class TailAverage:
@@ -121,8 +122,8 @@ class TailAverage:
             number = not (sample.shape or isinstance(x, np.ndarray))
             self._wholly(self._add_first, sample, None if number else sample.shape)
 
-    def value(self, window: AnyWindow | None = None) -> Any:
-        """The average now: a float, or a new array. An `AnyTail` is asked for a window.
+    def value(self, window: Reading | None = None) -> Any:
+        """The average now: a float, or a new array. An `AnyTail` is asked for a window or `Decay`.
 
         Examples:
             >>> TailAverage(100).value()
@@ -168,7 +169,7 @@ class TailAverage:
         if not windows:
             raise ValueError("window: expected at least one, got none")
         for one in windows:
-            windowed(self.rule, one, self.count + len(rows))
+            window_of(self.rule, one, self.count + len(rows))
         if several and not isinstance(self.rule, AnyTail):
             raise ValueError(
                 f"window: expected none, since {self.rule} has its own, got {window!r}"
@@ -233,9 +234,9 @@ class TailAverage:
             >>> average.size
             250.0
         """
-        return float(windowed(self.rule, None, self.count).size(self.count))
+        return size_of(self.rule, None, self.count)
 
-    def weights(self, window: AnyWindow | None = None) -> Reals:
+    def weights(self, window: Reading | None = None) -> Reals:
         """The weight of each of the `count` samples, oldest first.
 
         Examples:
@@ -245,9 +246,9 @@ class TailAverage:
             array([0. , 0.5, 0.5])
         """
         clock = self._now
-        return dense_weights(windowed(self.rule, window, clock.count), clock.starts, clock.count)
+        return dense_weights(self.rule, clock.starts, clock.count, window)
 
-    def profile(self, window: AnyWindow | None = None) -> Profile:
+    def profile(self, window: Reading | None = None) -> Profile:
         """A summary of the weights: effective size, mean age, oldest age.
 
         Examples:
@@ -260,7 +261,7 @@ class TailAverage:
         clock = self._now
         if not clock.count:
             raise layout.nothing_yet("profile")
-        return profile(windowed(self.rule, window, clock.count), clock.starts, clock.count)
+        return profile(self.rule, clock.starts, clock.count, window)
 
     def state_dict(self) -> dict[str, Any]:
         """All there is to know, as plain data in the layout of `tailavg.core.state`.
@@ -447,10 +448,10 @@ class TailAverage:
     def _add_rows(self, rows: Array) -> None:
         """Take many."""
 
-    def _scan_rows(self, rows: Array, windows: list[AnyWindow | None], out: Array) -> None:
+    def _scan_rows(self, rows: Array, windows: list[Reading | None], out: Array) -> None:
         """Take many, and write the averages over each window after each of them."""
 
-    def _average(self, window: AnyWindow | None) -> Any:
+    def _average(self, window: Reading | None) -> Any:
         """The average over a window, a new array or a number."""
 
     def _held(self) -> tuple[Sequence[Any], int, Any]:

@@ -7,14 +7,15 @@ faster, each for one kind of average. Samples are the rows of a matrix.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tailavg.core.clock import BlockClock, SampleClock, factors
+from tailavg.core.decay import Decay, Reading
 from tailavg.core.equation import read, root
 from tailavg.core.rules import Exponential, window_of
-from tailavg.core.windows import AnyWindow
 from tailavg.numpy.arithmetic import Array, sum_rows, wide
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ _SMALLEST = 2.0**-32  # how far a chunk may decay: a double has digits to spare
 _STEPS = np.arange(1.0, CHUNK + 1.0)
 
 
-def one_by_one(average: TailAverage, xs: Sequence[Any], window: AnyWindow | None = None) -> Array:
+def one_by_one(average: TailAverage, xs: Sequence[Any], window: Reading | None = None) -> Array:
     """What a scan is: update with each sample, and read.
 
     Examples:
@@ -63,7 +64,7 @@ def open_block(
     means: Sequence[Any],
     partial: Any,
     rows: Array,
-    window: AnyWindow | None,
+    window: Reading | None,
     out: Array,
 ) -> None:
     """Scan samples that all go into the open block, of which `partial` is the sum so far.
@@ -72,6 +73,9 @@ def open_block(
     """
     t, width, dtype = clock.count, rows.shape[1], wide(out.dtype)
     asked = window_of(clock.rule, window, t + len(rows))
+    if isinstance(asked, Decay):
+        decayed_block(clock, means, partial, rows, asked, out)
+        return
     real_numbers = width == 1 and dtype == np.float64
     chunk = max(1, CHUNK // max(1, width))
     done = until = 0
@@ -105,6 +109,35 @@ def open_block(
         else:
             np.divide(sums, newer[:, None], out[part])
         done = part.stop
+
+
+def decayed_block(
+    clock: BlockClock, means: Sequence[Any], partial: Any, rows: Array, decay: Decay, out: Array
+) -> None:
+    """As `open_block`, for a `Decay`: every block has a weight of its own, which follows t."""
+    t, width, dtype = clock.count, rows.shape[1], wide(out.dtype)
+    flat = [np.reshape(mean, -1).astype(dtype) for mean in means]
+    spans, last = list(pairwise(clock.blocks)), clock.blocks[-1]
+    total = flat[-1] * (clock.folded - last) + np.reshape(partial, -1)
+    chunk = max(1, CHUNK // max(1, width))
+    for done in range(0, len(rows), chunk):
+        part = slice(done, min(done + chunk, len(rows)))
+        steps = _STEPS[: part.stop - done] + (t + done)
+        k = np.minimum(steps, decay.size(steps))
+        sums = np.cumsum(rows[part], axis=0, dtype=dtype)
+        sums += total
+        total = sums[-1].copy()
+        terms = [
+            (decay.of_ages(steps - end, steps - start, k), np.broadcast_to(mean, sums.shape))
+            for mean, (start, end) in zip(flat, spans, strict=False)
+            if start < end
+        ]
+        terms.append((decay.of_ages(0.0, steps - last, k) / (steps - last), sums))
+        averages = np.zeros_like(sums)
+        for weight, values in terms:
+            used = weight > 0.0  # 0 times a NaN would be a NaN
+            averages[used] += weight[used, None] * values[used]
+        out[part] = averages
 
 
 def alike_blocks(

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from tailavg.core.clock import SUM, BlockClock, DecayClock, SampleClock, Store
+from tailavg.core.decay import Reading
 from tailavg.core.equation import root
 from tailavg.core.rules import AnyTail, window_of
-from tailavg.core.windows import AnyWindow
 from tailavg.numpy import scan as scans
 from tailavg.numpy.arithmetic import Array, aligned_zeros, joined, sum_rows, wide
 from tailavg.numpy.average import TailAverage
@@ -82,7 +82,7 @@ class Folding(TailAverage, Store):
         self._means = [*means[:gone], *means[gone + 1 :], 0.0]
         self._set_sum(0.0)
 
-    def _average(self, window: AnyWindow | None) -> Any:
+    def _average(self, window: Reading | None) -> Any:
         value: Any = np.zeros(self._shape, self._dtype) if self._shape else 0.0
         for weight, block in self._clock.terms(window):
             value += weight * (self._sum if block == SUM else self._means[block])
@@ -127,7 +127,7 @@ class Folding(TailAverage, Store):
         else:
             self._skip(rows)
 
-    def _scan_rows(self, rows: Array, windows: list[AnyWindow | None], out: Array) -> None:
+    def _scan_rows(self, rows: Array, windows: list[Reading | None], out: Array) -> None:
         if isinstance(self._clock, DecayClock):
             self._walk(rows, out[0])
             return
@@ -265,7 +265,7 @@ class Numbers(Folding, clock=BlockClock, numbers=True):
             return
         TailAverage.update(self, x)
 
-    def value(self, window: AnyWindow | None = None) -> Any:
+    def value(self, window: Reading | None = None) -> Any:
         left, split = self._left, self._split
         t = self.count if left is None else self._due - left
         if t >= split[0] or window is not None:
@@ -319,7 +319,7 @@ class DecayingNumbers(Numbers, clock=DecayClock, numbers=True):
             return
         TailAverage.update(self, x)
 
-    def value(self, window: AnyWindow | None = None) -> Any:
+    def value(self, window: Reading | None = None) -> Any:
         clock = self._clock
         left = self._left
         t = self.count if left is None else self._due - left
@@ -353,7 +353,7 @@ class Arrays(Folding, clock=BlockClock):
         fresh[...] = total
         self._sum = fresh
 
-    def _average(self, window: AnyWindow | None) -> Any:
+    def _average(self, window: Reading | None) -> Any:
         return np.asarray(super()._average(window), self._dtype)
 
     def update(self, x: Any) -> None:
@@ -432,12 +432,12 @@ class Samples(TailAverage):
         self._end += len(rows)
         self._clock.count = after
 
-    def _average(self, window: AnyWindow | None) -> Any:
+    def _average(self, window: Reading | None) -> Any:
         window_of(self.rule, window, self._clock.count)
         mean = sum_rows(self._kept, self._dtype) / self._clock.kept
         return mean.astype(self._dtype).reshape(self._shape or ())
 
-    def _scan_rows(self, rows: Array, windows: list[AnyWindow | None], out: Array) -> None:
+    def _scan_rows(self, rows: Array, windows: list[Reading | None], out: Array) -> None:
         scans.exact(self._clock, self._kept, rows, out[0])
         self._add_rows(rows)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from tailavg.core import profile as profiles
-from tailavg.core.rules import AnyTail, Rule, as_rule, windowed
+from tailavg.core.rules import AnyTail, Rule, as_rule, size_of
 from tailavg.core.state import nothing_yet
 from tailavg.core.windows import AnyWindow, Reals, positive_int
 from tailavg.torch.accumulators import Accumulators
@@ -249,15 +249,13 @@ class AveragedModel(Module):
     @property
     def size(self) -> float:
         """The size of the window, k_t. `profile` has the effective size."""
-        return float(windowed(self.rule, None, self.count).size(self.count))
+        return size_of(self.rule, None, self.count)
 
     def weights(self) -> Reals:
         """The weight of each of the `count` updates, oldest first."""
         self._accumulators.require_whole()
         clock = self._accumulators.clock
-        return profiles.dense_weights(
-            windowed(clock.rule, None, clock.count), clock.starts, clock.count
-        )
+        return profiles.dense_weights(clock.rule, clock.starts, clock.count)
 
     def profile(self) -> profiles.Profile:
         """A summary of the weights: effective size, mean age, oldest age."""
@@ -265,7 +263,7 @@ class AveragedModel(Module):
         clock = self._accumulators.clock
         if not clock.count:
             raise nothing_yet("profile", "; call update_parameters(model) after each step")
-        return profiles.profile(windowed(clock.rule, None, clock.count), clock.starts, clock.count)
+        return profiles.profile(clock.rule, clock.starts, clock.count)
 
     @outside_autograd
     def _catch_up(self) -> None:

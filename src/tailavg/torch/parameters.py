@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from tailavg.core import profile as profiles
-from tailavg.core.rules import AnyTail, Rule, as_rule, windowed
+from tailavg.core.decay import Reading
+from tailavg.core.rules import AnyTail, Rule, as_rule, size_of
 from tailavg.core.state import nothing_yet, read, write_folder
 from tailavg.core.windows import AnyWindow, Reals, positive_int
 from tailavg.torch.accumulators import Accumulators
@@ -39,11 +40,11 @@ __all__ = ["ParameterAverage", "Selection"]
 class Selection(NamedTuple):
     """What `ParameterAverage.select_tail` found."""
 
-    window: AnyWindow
+    window: Reading
     """The best window."""
     score: float
     """Its score."""
-    scores: list[tuple[AnyWindow, float]]
+    scores: list[tuple[Reading, float]]
     """All windows tried, with their scores."""
 
 
@@ -202,15 +203,15 @@ class ParameterAverage:
     @property
     def size(self) -> float:
         """The size of the window, k_t. `profile` has the effective size."""
-        return float(windowed(self._rule, None, self.count).size(self.count))
+        return size_of(self._rule, None, self.count)
 
-    def weights(self, window: AnyWindow | None = None) -> Reals:
+    def weights(self, window: Reading | None = None) -> Reals:
         """The weight of each of the `count` updates, oldest first."""
         self._accumulators.require_whole()
-        rule = windowed(self._rule, window, self.count)
-        return profiles.dense_weights(rule, self._accumulators.clock.starts, self.count)
+        clock = self._accumulators.clock
+        return profiles.dense_weights(self._rule, clock.starts, self.count, window)
 
-    def profile(self, window: AnyWindow | None = None) -> profiles.Profile:
+    def profile(self, window: Reading | None = None) -> profiles.Profile:
         """A summary of the weights: effective size, mean age, oldest age.
 
         Examples:
@@ -221,13 +222,13 @@ class ParameterAverage:
             100.0
         """
         self._require_an_update("profile")
-        rule = windowed(self._rule, window, self.count)
-        return profiles.profile(rule, self._accumulators.clock.starts, self.count)
+        clock = self._accumulators.clock
+        return profiles.profile(self._rule, clock.starts, self.count, window)
 
     # Evaluation.
 
     @contextmanager
-    def average_parameters(self, window: AnyWindow | None = None) -> Iterator[None]:
+    def average_parameters(self, window: Reading | None = None) -> Iterator[None]:
         """A context in which the model has the averaged parameters; an `AnyTail` needs a window.
 
         On exit, even after an exception, the model gets its own parameters and buffers back, bit
@@ -245,7 +246,7 @@ class ParameterAverage:
     def select_tail(
         self,
         evaluate: Callable[[], Any],
-        windows: Iterable[AnyWindow] | None = None,
+        windows: Iterable[Reading] | None = None,
         best: Callable[[Iterable[float]], float] = min,
     ) -> Selection:
         """Find the window of an `AnyTail` that makes the best model.
@@ -280,7 +281,7 @@ class ParameterAverage:
             raise ValueError("select_tail: expected at least one window, got none")
         for window in chosen:  # check all of them before the first evaluation
             self._accumulators.clock.terms(window)
-        scores: list[tuple[AnyWindow, float]] = []
+        scores: list[tuple[Reading, float]] = []
         for window in chosen:
             with self.average_parameters(window):
                 score = evaluate()
@@ -333,7 +334,7 @@ class ParameterAverage:
             self._aside = None
 
     @outside_autograd
-    def copy_to(self, model: Source | None = None, window: AnyWindow | None = None) -> None:
+    def copy_to(self, model: Source | None = None, window: Reading | None = None) -> None:
         """Write the averages into this model, permanently, or into another one like it.
 
         Another model also gets everything that is not averaged, including buffers unless skipped.
@@ -369,7 +370,7 @@ class ParameterAverage:
 
     @outside_autograd
     def averaged_state_dict(
-        self, dtype: torch.dtype | None = None, window: AnyWindow | None = None
+        self, dtype: torch.dtype | None = None, window: Reading | None = None
     ) -> dict[str, Any]:
         """The state dict of the averaged model, with the keys of `model.state_dict()`.
 
@@ -431,7 +432,7 @@ class ParameterAverage:
         return state
 
     def full_state_dict(
-        self, dtype: torch.dtype | None = None, window: AnyWindow | None = None
+        self, dtype: torch.dtype | None = None, window: Reading | None = None
     ) -> dict[str, Any]:
         """`averaged_state_dict` with full tensors in main memory, for export.
 
@@ -448,7 +449,7 @@ class ParameterAverage:
         self,
         path: str | os.PathLike[str],
         dtype: torch.dtype | None = None,
-        window: AnyWindow | None = None,
+        window: Reading | None = None,
     ) -> None:
         """Write the averaged model to a `.safetensors` file, whole or not at all.
 

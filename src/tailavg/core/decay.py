@@ -1,0 +1,140 @@
+"""Decays: a tail that is weighed as a falling learning rate would have weighed its gradients.
+
+Iterates that start at w_0 and take steps -η g_i have the average Σ_j c_j w_j = w_0 - η Σ_i W_i g_i,
+where W_i = Σ_{j≥i} c_j: averaging multiplies the learning rate of step i by W_i. A plain window has
+equal weights, so its rate falls linearly; another fall has other weights, the differences of W.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, Literal
+
+import numpy as np
+
+from tailavg.core.windows import AnyWindow, Reals, Window, as_window
+
+__all__ = ["Decay", "Reading"]
+
+Shape = Literal["linear", "cosine", "1-sqrt"] | Callable[[float], float]
+
+_YOUNGER: dict[str, Callable[[Any], Any]] = {  # D(1 - x), with the digits of a small x
+    "linear": lambda x: x,
+    "cosine": lambda x: np.sin(np.pi / 2 * x) ** 2,
+    "1-sqrt": lambda x: x / (1.0 + np.sqrt(1.0 - x)),
+}
+_GRID = 1024  # points at which a function is checked
+
+
+@dataclass(frozen=True)
+class Decay:
+    """Read an `AnyTail` as a learning-rate decay over a window: what that decay would have given.
+
+    That is exact for SGD on a given sequence of gradients, and approximate otherwise: the gradients
+    of a decayed run are others.
+
+    Args:
+        window: The steps over which the rate falls to 0: the last fraction or the last k, as ever.
+        shape: `"linear"`, which is the plain window, `"cosine"` or `"1-sqrt"`; or a function from
+            the part of the window that has passed to the part of the rate that is left, which
+            falls from 1 at 0 to 0 at 1.
+
+    Examples:
+        >>> from tailavg import AnyTail, TailAverage
+        >>> average = TailAverage(AnyTail())
+        >>> average.update_many(range(1000))
+        >>> [round(average.value(Decay(0.2, shape)), 1) for shape in ("linear", "cosine", "1-sqrt")]
+        [900.5, 899.6, 865.1]
+    """
+
+    window: Window
+    shape: Shape
+
+    def __init__(self, window: AnyWindow, shape: Shape) -> None:
+        object.__setattr__(self, "window", as_window(window))
+        if isinstance(shape, str) and shape in _YOUNGER:
+            object.__setattr__(self, "shape", shape)
+        elif callable(shape):
+            object.__setattr__(self, "shape", shape)
+            self._check(shape)
+        else:
+            kind = ValueError if isinstance(shape, str) else TypeError
+            raise kind(
+                f"shape: expected one of {list(_YOUNGER)}, or a function that falls from 1 at 0 to "
+                f"0 at 1, got {shape!r}"
+            )
+
+    def _check(self, shape: Callable[[float], float]) -> None:
+        values = []
+        for i in range(_GRID + 1):
+            try:
+                value = float(shape(i / _GRID))
+            except (TypeError, ValueError, ArithmeticError) as error:
+                raise ValueError(
+                    f"shape: expected a number for {i / _GRID:g}, got {type(error).__name__}: "
+                    f"{error}"
+                ) from error
+            values.append(value)
+        for at, expected in ((0, 1.0), (1, 0.0)):
+            if not math.isclose(values[at * _GRID], expected, abs_tol=1e-9):
+                raise ValueError(
+                    f"shape: expected {expected:g} at {at}, got {values[at * _GRID]!r}; it is the "
+                    "part of the rate that is left when that part of the window has passed"
+                )
+        for i, (one, other) in enumerate(pairwise(values)):
+            if not one >= other - 1e-9:  # NaN, too
+                raise ValueError(
+                    f"shape: expected a function that never rises, got {one!r} at {i / _GRID:g} "
+                    f"and {other!r} at {(i + 1) / _GRID:g}"
+                )
+
+    def size(self, t: Any) -> Any:
+        """The size of the window, k_t."""
+        return self.window.size(t)
+
+    def weights(self, t: int) -> Reals:
+        """The weight of each of t samples, oldest first, if all of them are kept.
+
+        Examples:
+            >>> Decay(4, "cosine").weights(5).round(3)
+            array([0.   , 0.146, 0.354, 0.354, 0.146])
+        """
+        ages = np.arange(t, 0.0, -1.0)
+        weights: Reals = self.of_ages(ages - 1.0, ages, min(t, self.size(t)))
+        return weights
+
+    def read(self, sizes: Sequence[int], t: int) -> list[float]:
+        """The weights of the means of consecutive blocks of `sizes` samples, oldest first.
+
+        Each has those of its samples, which are spread evenly over it.
+        """
+        ages = np.array([*accumulate(reversed(sizes), initial=0)], float)[::-1]
+        weights: list[float] = self.of_ages(ages[1:], ages[:-1], min(t, self.size(t))).tolist()
+        return weights
+
+    def of_ages(self, young: Any, old: Any, k: Any) -> Any:
+        """The weight of the samples of ages `young` to `old` - 1, of a window of k samples.
+
+        The rate falls by it while these samples come: D(1 - old/k) - D(1 - young/k).
+
+        Examples:
+            >>> float(Decay(100, "cosine").of_ages(0, 50, 100).round(3))
+            0.5
+        """
+        weight = self._younger(old, k) - self._younger(young, k)
+        return np.maximum(weight, 0.0)  # where a function rises between the points checked
+
+    def _younger(self, age: Any, k: Any) -> Any:
+        """The weight of all samples younger than this."""
+        x = np.minimum(1.0, np.divide(age, k))
+        if isinstance(self.shape, str):
+            return _YOUNGER[self.shape](x)
+        values = [float(self.shape(u)) for u in np.ravel(1.0 - x).tolist()]
+        return np.reshape(values, np.shape(x))
+
+
+Reading = AnyWindow | Decay
+"""What an `AnyTail` may be read with."""
