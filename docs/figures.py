@@ -9,7 +9,7 @@ from matplotlib import pyplot as plt
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
 
-from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, TailAverage
+from tailavg import AnyTail, AnytimeWindow, Decay, ExactWindow, Exponential, TailAverage
 from tailavg.core.clock import BlockClock, Store, starts_at
 
 plt.switch_backend("Agg")
@@ -220,8 +220,34 @@ def touched() -> None:
     save(figure, "touched.svg")
 
 
+def decays() -> None:
+    """A learning rate that falls, and the weights of iterates that stand for it."""
+    t, window = 1000, 0.3
+    k = round(window * t)
+    figure, (above, below) = plt.subplots(
+        2, 1, figsize=(9, 5), sharex=True, height_ratios=(2, 3), layout="constrained"
+    )
+    tails = average(AnyTail(), t)
+    steps = np.arange(t + 1)
+    for shape, colour in (("linear", "C1"), ("cosine", "C0"), ("1-sqrt", "#8b2f8f")):
+        exact = Decay(window, shape).weights(t)
+        left = 1 - np.concatenate([[0], np.cumsum(exact)])  # of the rate, at each step
+        above.plot(steps, left, color=colour, lw=1.8, label=shape)
+        below.plot(steps[1:], k * exact, color=colour, lw=1.8, label=shape)
+        got = k * tails.weights(Decay(window, shape))
+        below.stairs(got, steps, color=colour, lw=1.1, ls=":")
+    above.set(ylabel="learning rate", ylim=(-0.05, 1.1), title="what the decay does to the rate")
+    above.legend(title=f"over the last {window:.0%}", loc="lower left")
+    below.set(xlabel="step", ylabel="weight × window", xlim=(600, t), ylim=(0, 2.7))
+    below.set_title("the same as an average: weights of iterates at a constant rate")
+    below.plot([], color="0.4", lw=1.1, ls=":", label="read from the 12 blocks of AnyTail()")
+    below.legend(loc="upper right")
+    save(figure, "decays.svg")
+
+
 if __name__ == "__main__":
     touched()
+    decays()
     weights()
     turns()
     blocks()
