@@ -348,6 +348,24 @@ def test_errors_leave_shards_as_they_were(tmp_path):
     assert all(on_ranks(2, errors_rank, tmp_path))
 
 
+def saved_rank(folder):
+    """Shards of any size and place in memory, through torch.save and deepcopy."""
+    average, _ = trained(sharded(), AnytimeWindow(20), 45)
+    expected = local_state(average)
+    path = folder / f"{dist.get_rank()}.pt"
+    torch.save(average.state_dict(), path)
+    for state in (torch.load(path, weights_only=True), copy.deepcopy(average.state_dict())):
+        other = ParameterAverage(sharded(1), AnytimeWindow(20), trainable_only=False)
+        other.load_state_dict(state)
+        assert local_state(other) == expected
+    return path.stat().st_size
+
+
+def test_every_rank_saves_its_shards_with_torch(tmp_path):
+    sizes = on_ranks(2, saved_rank, tmp_path)
+    assert all(sizes)
+
+
 def memory_rank(folder):
     """Shards, not whole tensors: every rank holds its part of the accumulators."""
     mesh = init_device_mesh("cpu", (2,))

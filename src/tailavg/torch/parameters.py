@@ -163,6 +163,9 @@ class ParameterAverage:
         So batches whose gradients only accumulate do not count, nor do steps that a gradient scaler
         skips.
 
+        Args:
+            optimizer: An optimizer of torch, or what wraps one, as `accelerator.prepare` does.
+
         Returns:
             A handle; its `remove()` detaches the average.
 
@@ -181,8 +184,19 @@ class ParameterAverage:
                 "attach: expected an average that is not attached, got one that is; call remove() "
                 "on its handle first, or every step would count twice"
             )
-        self._handle = optimizer.register_step_post_hook(self._after_step)
-        return self._handle
+        found: Any = optimizer
+        while True:
+            try:
+                self._handle = found.register_step_post_hook(self._after_step)
+            except AttributeError:  # of a wrapper, such as that of accelerate
+                found = getattr(found, "optimizer", None)
+            else:
+                return self._handle
+            if found is None:
+                raise TypeError(
+                    "attach: expected an optimizer of torch, or a wrapper that has one as its "
+                    f"`optimizer`, got {type(optimizer).__name__}; call update() after each step"
+                )
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         # with a gradient scaler, a fused optimizer decides by itself to skip a step
@@ -194,6 +208,19 @@ class ParameterAverage:
     def rule(self) -> Rule:
         """The rule, with its window."""
         return self._rule
+
+    @property
+    def swapped(self) -> bool:
+        """Whether the training weights are put aside, so that the model may have the averages.
+
+        Examples:
+            >>> average = ParameterAverage(torch.nn.Linear(2, 1), 100)
+            >>> average.update()
+            >>> with average.average_parameters():
+            ...     average.swapped
+            True
+        """
+        return self._aside is not None
 
     @property
     def count(self) -> int:

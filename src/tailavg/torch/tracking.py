@@ -87,7 +87,7 @@ def sharded_like(shard: Tensor, like: Tensor) -> Tensor:
         return shard
     whole: Any = like
     made: Tensor = type(whole).from_local(
-        shard,
+        _alone(shard),
         whole.device_mesh,
         whole.placements,
         run_check=False,
@@ -95,6 +95,15 @@ def sharded_like(shard: Tensor, like: Tensor) -> Tensor:
         stride=whole.stride(),
     )
     return made
+
+
+def _alone(view: Tensor) -> Tensor:
+    """The same memory as a storage of its own: a DTensor over a part of one cannot be saved."""
+    start, size = view.storage_offset() * view.itemsize, view.numel() * view.itemsize
+    if not start:
+        return view
+    storage: Any = view.untyped_storage()[start : start + size]
+    return view.new_empty(0).set_(storage, 0, view.shape, view.stride())
 
 
 def _walk(module: Module, prefix: str = "") -> Iterator[tuple[str, Module]]:
