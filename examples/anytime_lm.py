@@ -284,13 +284,10 @@ class Method(NamedTuple):
     shape: str = ""
 
     def __str__(self) -> str:
-        kinds = {
-            "last": "last iterate",
-            "EMA": f"EMA {self.window}",
-            "tail": f"tail {float(self.window or 0):.0%}",
-        }
-        shaped = f" as {self.shape}" if self.shape not in ("", "linear") else ""
-        return f"{self.schedule}, {kinds[self.read]}{shaped}"
+        if self.read == "tail":
+            shape = "" if self.shape == "linear" else f" as {self.shape}"
+            return f"{self.schedule}, last {float(self.window):.0%}{shape}"
+        return f"{self.schedule}, {self.read} {self.window or 'iterate'}"
 
 
 def tail(schedule: str) -> Method:
@@ -308,7 +305,7 @@ class Losses(dict[Method, dict[float, dict[int, np.ndarray]]]):
                 at = self.setdefault(method, {}).setdefault(float(row["rate"]), {})
                 step = int(row["step"])
                 at[step] = np.append(at.get(step, []), float(row["loss"]))
-        self.horizons = sorted({step for at in self[Method("cosine")].values() for step in at})
+        self.horizons = sorted({step for at in self[Method("WSD")].values() for step in at})
 
     def best(self, method: Method, step: int) -> tuple[float, np.ndarray]:
         """The rate with the lowest mean loss at a step, and its losses."""
@@ -321,40 +318,31 @@ class Losses(dict[Method, dict[float, dict[int, np.ndarray]]]):
         return min(rates, key=lambda rate: np.mean([rates[rate][step] for step in self.horizons]))
 
 
-def interval(values: np.ndarray) -> float:
-    """Half of the 95 % interval of the mean, by Student's t."""
+def show(values: np.ndarray, sign: str = "") -> str:
+    """The mean and half of its 95 % interval, by Student's t."""
     student = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}.get(len(values), 2.5)
-    return student * values.std(ddof=1) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    half = student * values.std(ddof=1) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return f"{values.mean():{sign}.3f} ±{half:.3f}"
 
 
 def print_tables(losses: Losses) -> None:
-    """Every method at its best rates; then one constant-rate run against the runs with an end."""
-    heads = "".join(f"{f'{step:,} steps':>22}" for step in losses.horizons)
-    print("\nValidation loss, mean ± 95 % interval over seeds (the best rate of each horizon)")
-    print(" " * 30 + heads)
+    """Every method at its best rates; then one run against the runs that know their end."""
+    heads = " " * 30 + "".join(f"{f'{step:,} steps':>24}" for step in losses.horizons)
+    print(f"\nValidation loss: mean ± 95 % interval (the best rate of each horizon)\n{heads}")
     for method in sorted(losses):
-        line = f"{method!s:30}"
-        for step in losses.horizons:
-            rate, values = losses.best(method, step)
-            line += f"{values.mean():9.3f} ±{interval(values):.3f} {f'({rate:g})':>9}"[-22:]
-        print(line)
+        best = [losses.best(method, step) for step in losses.horizons]
+        print(f"{method!s:30}", *(f"{f'{show(x)} ({rate:g})':>23}" for rate, x in best))
     for schedule in ("constant", "1/√t"):
         rate = losses.one_rate(schedule)
-        print(f"\nOne {schedule} run at {rate:g}, minus the best of each horizon, seed by seed")
-        print(" " * 30 + heads)
+        print(f"\nOne run at {rate:g}, minus the best of each horizon, seed by seed\n{heads}")
         for mine, other in product((tail(schedule), Method(schedule)), ("cosine", "WSD")):
-            line = f"{f'{mine!s} - {other}':32}"
-            for step in losses.horizons:
-                gap = losses[mine][rate][step] - losses.best(Method(other), step)[1]
-                line += f"{gap.mean():+12.3f} ±{interval(gap):.3f}   "
-            print(line)
+            ours, best = losses[mine][rate], partial(losses.best, Method(other))
+            gaps = [ours[step] - best(step)[1] for step in losses.horizons]
+            print(f"{f'{mine!s} - {other}':30}", *(f"{show(gap, '+'):>23}" for gap in gaps))
 
 
-BLUE, ORANGE, GREEN, RED, PURPLE = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#8b2f8f"
-SHADES = ("#b3cde0", "#7fb0d6", "#3f8fc4", "#0072b2", "#00395a")  # early to late
 LOOK = {
     "svg.hashsalt": "tailavg",  # the same file from the same data
-    "font.size": 10,
     "axes.titlesize": 11,
     "axes.titlelocation": "left",
     "axes.spines.top": False,
@@ -363,6 +351,7 @@ LOOK = {
     "grid.color": "0.93",
     "legend.frameon": False,
 }
+BLUE, ORANGE, GREEN, RED, PURPLE = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#8b2f8f"
 
 
 def draw(losses: Losses, path: Path) -> None:
@@ -370,65 +359,60 @@ def draw(losses: Losses, path: Path) -> None:
     plt.switch_backend("Agg")
     plt.rcParams.update(LOOK)
     figure, (left, right) = plt.subplots(
-        1, 2, figsize=(10, 4.6), width_ratios=(1.5, 1), layout="constrained"
+        1, 2, figsize=(10, 4.8), width_ratios=(1.6, 1), layout="constrained"
     )
+    horizons = losses.horizons
     rate, falling = losses.one_rate("constant"), losses.one_rate("1/√t")
 
-    def curve(method: Method, rate: float, label: str, **style: object) -> None:
-        at = losses[method][rate]
-        steps = sorted(at)
-        means = np.array([at[step].mean() for step in steps])
-        half = np.array([interval(at[step]) for step in steps])
-        left.plot(steps, means, label=label, **style)
-        left.fill_between(steps, means - half, means + half, color=style["color"], alpha=0.12, lw=0)
+    def curve(method: Method, rate: float, **style: object) -> None:
+        steps, each = zip(*sorted(losses[method][rate].items()), strict=True)
+        low, mean, high = (f(each, axis=1) for f in (np.min, np.mean, np.max))
+        left.plot(steps, mean, **style)
+        left.fill_between(steps, low, high, color=style["color"], alpha=0.15, lw=0)
 
-    one = f"constant rate {rate:g}"
-    curve(Method("constant"), rate, f"{one}: last iterate", color="0.55", lw=1)
-    ema = Method("constant", "EMA", str(DECAYS[1]))
-    curve(ema, rate, f"{one}: EMA {DECAYS[1]}", color=ORANGE, lw=1.3, ls="--")
-    named = f"last {HEADLINE:.0%}"
-    curve(tail("1/√t"), falling, f"1/√t from {falling:g}: {named}", color=GREEN, lw=1.5, ls="-.")
-    curve(tail("constant"), rate, f"{one}: {named}", color=BLUE, lw=2.5)
-    for schedule, colour, marker, shift in (("cosine", RED, "o", 1), ("WSD", PURPLE, "s", 1)):
+    for schedule, colour, marker in (("cosine", RED, "o"), ("WSD", PURPLE, "s")):
         runs = losses[Method(schedule)]
-        for step in losses.horizons:
-            for at in runs.values():
-                left.plot(step, at[step].mean(), marker, mfc="none", mec=colour, ms=5, alpha=0.4)
-        best = [losses.best(Method(schedule), step)[1] for step in losses.horizons]
-        left.errorbar(
-            [shift * step for step in losses.horizons],
-            [values.mean() for values in best],
-            [interval(values) for values in best],
-            fmt=marker, color=colour, ms=6, lw=1, label=f"{schedule}, a run for each horizon",
-        )  # fmt: skip
+        best = [losses.best(Method(schedule), step) for step in horizons]
+        for step, (chosen, values) in zip(horizons, best, strict=True):
+            left.plot([step] * 2, [values.min(), values.max()], color=colour, lw=1)
+            others = [at[step].mean() for rate, at in runs.items() if rate != chosen]
+            left.plot([step] * len(others), others, marker, mfc="none", mec=colour, alpha=0.5, ms=5)
+        means = [values.mean() for _, values in best]
+        label = f"{schedule}: a run for each horizon"
+        left.plot(horizons, means, marker, color=colour, ms=6, zorder=4, label=label)
+    name = f"constant {rate:g}"
+    ema = Method("constant", "EMA", str(DECAYS[1]))
+    curve(tail("constant"), rate, color=BLUE, lw=2.5, label=f"{name}: last {HEADLINE:.0%}")
+    label = f"1/√t from {falling:g}: last {HEADLINE:.0%}"
+    curve(tail("1/√t"), falling, color=GREEN, lw=1.5, ls="-.", label=label)
+    curve(ema, rate, color=ORANGE, lw=1.5, ls="--", label=f"{name}: EMA {DECAYS[1]}")
+    curve(Method("constant"), rate, color="0.55", lw=1, label=f"{name}: last iterate")
     left.set(xscale="log", xlabel="steps", ylabel="validation loss, nats per byte")
-    left.set_xticks(losses.horizons, [f"{step:,}" for step in losses.horizons])
-    left.minorticks_off()
-    every = [losses.best(method, step)[1].mean() for method in losses for step in losses.horizons]
-    top = losses[Method("constant")][rate][losses.horizons[0]].mean()
-    left.set_ylim(min(every) - 0.03, top + 0.12)
-    left.set_title("One run read at any time, and runs that know their end")
-    left.legend()
+    left.set_xticks(horizons, [f"{step:,}" for step in horizons])
+    ends = [losses.best(Method(end), step)[1] for end in ("cosine", "WSD") for step in horizons]
+    left.set_ylim(np.min(ends) - 0.04, np.max(ends) + 0.06)
+    left.set_title("One run, read at any time, and runs that know their end")
+    left.legend(loc="lower left", fontsize=9)
 
-    for step, colour in zip(losses.horizons[::-1], SHADES[::-1], strict=False):
-        tails = {
-            float(method.window): at[rate][step]
-            for method, at in losses.items()
-            if method[::3] == ("constant", "linear")
-        }
-        windows = sorted(tails)
-        values = np.array([tails[window] for window in windows])
-        values -= values[values.mean(1).argmin()]
-        right.plot(windows, values.mean(1), "o-", color=colour, ms=4, label=f"{step:,}")
-    right.set(xscale="log", xlabel="length of the tail, as a part of the steps so far")
-    right.set_xticks(windows, [f"{window:.0%}" for window in windows])
-    right.minorticks_off()
-    right.set(ylabel="loss above that of the best tail", ylim=(-0.005, 0.15))
-    right.set_title(f"The {one} by tail")
-    right.legend(title="steps")
-    for kind in (".svg", ".png"):
-        metadata = {"Date": None} if kind == ".svg" else None
-        figure.savefig(path.with_suffix(kind), dpi=150, metadata=metadata)
+    shades = plt.colormaps["viridis_r"](np.linspace(0.15, 1, len(horizons)))
+    windows = sorted(
+        float(method.window) for method in losses if method[::3] == tail("constant")[::3]
+    )
+    for step, colour in zip(horizons, shades, strict=True):
+        each = [losses[tail("constant")._replace(window=str(w))][rate][step] for w in windows]
+        above = np.mean(each, axis=1)
+        above -= above.min()
+        right.plot(windows, above, "o-", color=colour, ms=4, label=f"{step:,}")
+    right.set(xscale="log", xlabel="tail, as a part of the steps so far", ylim=(-0.003, 0.1))
+    ticks = (0.05, 0.1, 0.2, 0.5, 1.0)
+    right.set_xticks(ticks, [f"{window:.0%}" for window in ticks])
+    right.set_ylabel("loss above that of the best tail")
+    right.set_title("The constant-rate run, by tail")
+    right.legend(title="after steps", loc="upper left")
+    for panel in (left, right):
+        panel.minorticks_off()
+    figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
+    figure.savefig(path.with_suffix(".png"), dpi=150)
 
 
 def main() -> None:
