@@ -119,7 +119,7 @@ def test_anytime_lm(tmp_path, monkeypatch, capsys):
     run = example("anytime_lm", "--quick", "--output", path)
     assert run.returncode == 0, run.stderr
     assert "bytes to train on" in run.stdout
-    with path.open(newline="") as file:
+    with path.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert all(math.isfinite(float(row["loss"])) for row in rows)
     assert {row["seed"] for row in rows} == {"0", "1"}
