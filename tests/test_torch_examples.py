@@ -1,5 +1,6 @@
 """The examples of `tailavg.torch` run, in their reduced form, and show what they claim to show."""
 
+import csv
 import importlib.util
 import math
 import os
@@ -110,6 +111,58 @@ def test_every_tail(tmp_path, installed):
     assert rows["selected tail"][0] < rows["last iterate"][0]  # before the learning rate drops
     assert picture.stat().st_size > 10_000
     assert ("post-hoc EMA" in picture.read_text()) == installed
+
+
+@pytest.mark.usefixtures("torch_settings")
+def test_anytime_lm(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "new" / "lm.csv"
+    run = example("anytime_lm", "--quick", "--output", path)
+    assert run.returncode == 0, run.stderr
+    assert "bytes to train on" in run.stdout
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert all(math.isfinite(float(row["loss"])) for row in rows)
+    assert {row["seed"] for row in rows} == {"0", "1"}
+
+    def windows(schedule, step, read="tail", shape="linear"):
+        found = [
+            float(row["window"])
+            for row in rows
+            if [row[name] for name in ("schedule", "step", "read", "shape")]
+            == [schedule, step, read, shape]
+        ]
+        return sorted(set(found))
+
+    for schedule in ("constant", "1/√t"):
+        for step in ("20", "40"):
+            assert windows(schedule, step) == [0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0]
+            assert windows(schedule, step, "EMA", "") == [0.99, 0.999, 0.9999]
+        assert windows(schedule, "30") == [0.2]
+    for shape in ("cosine", "1-sqrt"):
+        assert windows("constant", "40", shape=shape) == [0.1, 0.2, 0.4]
+    for schedule in ("cosine", "WSD"):  # two horizons, two rates, two seeds
+        assert sum(row["schedule"] == schedule for row in rows) == 8
+
+    # the losses do not depend on the process that trains, nor the picture on the training
+    lm = SimpleNamespace(**runpy.run_path(EXAMPLES / "anytime_lm.py"))
+    _, trained = lm.train(lm.Job("constant", 1e-2, 40), lm.QUICK)
+    written = [[row[field] for field in lm.FIELDS] for row in rows]
+    assert all([str(value) for value in row] in written for row in trained)
+    pictures = [path.with_suffix(kind) for kind in (".svg", ".png")]
+    assert all(picture.stat().st_size > 10_000 for picture in pictures)
+    before = pictures[0].read_bytes()
+    monkeypatch.setattr(sys, "argv", ["anytime_lm", "--plot-only", "--output", str(path)])
+    lm.main()
+    shown = capsys.readouterr().out
+    assert shown.strip()
+    assert run.stdout.endswith(shown)  # the same tables, and nothing else
+    assert pictures[0].read_bytes() == before
+
+    # nor do the models of two seeds mix, side by side as they are
+    _, alone = lm.train(lm.Job("constant", 1e-2, 40), lm.QUICK._replace(seeds=1))
+    for mine, other in zip([row for row in trained if row[0] == 0], alone, strict=True):
+        assert mine[:-1] == other[:-1]
+        assert mine[-1] == pytest.approx(other[-1], abs=1e-3)
 
 
 def test_a_resumed_run_is_the_unbroken_one_to_the_bit(tmp_path):
