@@ -86,7 +86,9 @@ class Tensor:
     """Whether the user chose to leave it as it is in the newest."""
 
     @classmethod
-    def averaged(cls, name: str, dtype: str, shape: tuple[int, ...], kind: str, size: int) -> Tensor:
+    def averaged(
+        cls, name: str, dtype: str, shape: tuple[int, ...], kind: str, size: int
+    ) -> Tensor:
         """A tensor of a dtype in `PARTS`, with so many bytes."""
         part = part_of(kind)
         real = not kind.startswith("complex")
@@ -196,9 +198,7 @@ def read_at(path: Path, place: int, out: Piece, name: str) -> None:
         while view:
             got = stream.readinto(view)
             if not got:
-                raise CheckpointError(
-                    f"{path}: tensor {name!r}: the file shrank while it was read"
-                )
+                raise CheckpointError(f"{path}: tensor {name!r}: the file shrank while it was read")
             view = view[got:]
 
 
