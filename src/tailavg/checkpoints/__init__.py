@@ -1,7 +1,7 @@
 """Averages of saved checkpoints, piece by piece, so that memory does not grow with their number.
 
-The weights are known before any file is read. Real and complex numbers are averaged. Those that have
-the same bits in all checkpoints, and everything else, are taken from the newest as they are.
+The weights are known before any file is read. Real and complex numbers are averaged. Those
+with the same bits in all checkpoints, and everything else, come from the newest as they are.
 """
 
 from tailavg.checkpoints.average import Plan, average_checkpoints

@@ -1,7 +1,7 @@
-"""The pass over checkpoints: every number with a weight is read once, and added in float64.
+"""The pass over checkpoints: numbers are read once, and added in float64.
 
-Tensors are cut into pieces. Threads take one each: they read it from every checkpoint with a weight,
-the newest first, add it up, and round the sum. The averages are written in the order of the newest
+Tensors are cut into pieces. A thread takes one, reads it from each checkpoint with a weight, the
+newest first, adds it up, and rounds the sum. The averages are written in the order of the newest
 checkpoint while others are computed. Memory is that of a few pieces.
 """
 
@@ -13,21 +13,21 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tailavg.checkpoints.kinds import opened
-from tailavg.checkpoints.tensors import Piece, Tensor
-from tailavg.checkpoints.weights import weights
-from tailavg.core.rules import WindowRule
+from tailavg.checkpoints.tensors import Checkpoint, Piece, Tensor
+from tailavg.checkpoints.weights import Weighing, weights
 from tailavg.core.windows import Reals
 
 __all__ = ["Plan", "average_checkpoints"]
 
 Span = tuple[Hashable, int, int]
-Weighing = WindowRule | Sequence[float] | Reals
+Term = tuple[Checkpoint, Sequence[float]]
 
 PIECE = 2**18
 """How many numbers a thread reads at once, for all outputs together."""
@@ -82,7 +82,7 @@ class Plan:
             for checkpoint, its in zip(checkpoints, every, strict=True)
             if any(its)
         ]
-        self._threads = max(1, min(THREADS, os.cpu_count() or 1))
+        self._threads = newest.threads(max(1, min(THREADS, os.cpu_count() or 1)))
         self._most = max(BLOCK, PIECE // len(outputs))
 
     def used(self, output: Path) -> list[Path]:
@@ -104,7 +104,7 @@ class Plan:
     def holds(self) -> int:
         """How many bytes of numbers will be in memory at most."""
         tensors = self.newest.tensors.values()
-        piece = max((_piece(tensor, self._most) for tensor in tensors), default=0)
+        piece = max((b - a for t in tensors for a, b in _cut(t, self._most)), default=0)
         one = piece * (2 * 8 + len(self.outputs) * (8 + 1) + 8 * len(self.outputs))
         waiting = piece * 8 * len(self.outputs)
         return self._threads * one + waiting + self.newest.sizes()[1] * len(self.outputs)
@@ -127,14 +127,23 @@ class Plan:
             targets = [stack.enter_context(newest.whole(output)) for output in self.outputs]
             pool = ThreadPoolExecutor(self._threads)
             stack.callback(pool.shutdown, cancel_futures=True)
-            newest.write(targets, self._averages(pool, progress))
+            every = range(len(targets))
+            for places in [every] if newest.together else [[place] for place in every]:
+                averages = self._averages(pool, progress, places)
+                newest.write([targets[place] for place in places], averages)
             for checkpoint in [newest, *(one for one, _ in self.terms)]:
                 checkpoint.check_unchanged()
 
     def _averages(
-        self, pool: ThreadPoolExecutor, progress: Callable[[int, int], object] | None
+        self,
+        pool: ThreadPoolExecutor,
+        progress: Callable[[int, int], object] | None,
+        places: Sequence[int],
     ) -> Iterator[Sequence[Piece]]:
-        done, total = 0, self.reads
+        """The averages for some of the outputs."""
+        terms = [(one, [its[place] for place in places]) for one, its in reversed(self.terms)]
+        terms = [(one, its) for one, its in terms if any(its)]
+        done, total = 0, len(terms) * self._numbers()
         waiting: deque[tuple[int, Future[list[list[Piece]]]]] = deque()
         scratch = threading.local()
         groups = self._groups()
@@ -144,12 +153,12 @@ class Plan:
                     (stop - start) * self.newest.tensors[key].part.itemsize
                     for key, start, stop in group
                 )
-                waiting.append((size, pool.submit(self._computed, group, scratch)))
+                waiting.append((size, pool.submit(self._computed, terms, group, scratch)))
             if not waiting:
                 return
             size, future = waiting.popleft()
             found = future.result()
-            done += size * len(self.terms)
+            done += size * len(terms)
             if progress is not None:
                 progress(done, total)
             yield from found
@@ -159,9 +168,7 @@ class Plan:
         group: list[Span] = []
         held = 0
         for key, tensor in self.newest.tensors.items():
-            step = _piece(tensor, self._most)
-            for start in range(0, tensor.numbers, step or 1):
-                stop = min(tensor.numbers, start + step)
+            for start, stop in _cut(tensor, self._most):
                 if group and held + stop - start > self._most:
                     yield group
                     group, held = [], 0
@@ -170,12 +177,14 @@ class Plan:
         if group:
             yield group
 
-    def _computed(self, group: list[Span], scratch: threading.local) -> list[list[Piece]]:
+    def _computed(
+        self, terms: Sequence[Term], group: list[Span], scratch: threading.local
+    ) -> list[list[Piece]]:
         """The averages of pieces, for each output."""
         with np.errstate(all="ignore"):  # the NaN of two infinities is a result, and no mistake
-            return [self._average(span, scratch) for span in group]
+            return [self._average(terms, span, scratch) for span in group]
 
-    def _average(self, span: Span, scratch: threading.local) -> list[Piece]:
+    def _average(self, terms: Sequence[Term], span: Span, scratch: threading.local) -> list[Piece]:
         key, start, stop = span
         tensor = self.newest.tensors[key]
         size = (stop - start) * tensor.part.itemsize
@@ -185,11 +194,11 @@ class Plan:
         first = scratch.bytes[0][:size].view(tensor.part)
         other = scratch.bytes[1][:size].view(tensor.part)
         means = [
-            _Mean(first, [its[i] for _, its in self.terms if its[i]])
-            for i in range(len(self.outputs))
+            _Mean(first, [weight for weight in its if weight])
+            for its in zip(*(its for _, its in terms), strict=True)
         ]
         wide = _Wide(tensor.part)
-        for n, (checkpoint, its) in enumerate(reversed(self.terms)):
+        for n, (checkpoint, its) in enumerate(terms):
             piece = other if n else first
             checkpoint.read(key, start, stop, piece.view(np.uint8))
             for begin in range(0, len(piece), BLOCK):
@@ -201,9 +210,9 @@ class Plan:
         return [mean.rounded(tensor.to, wide) for mean in means]
 
 
-def _piece(tensor: Tensor, most: int) -> int:
-    """How many numbers of a tensor to read at once."""
-    return min(tensor.numbers, max(tensor.rows, most // tensor.rows * tensor.rows))
+def _cut(tensor: Tensor, most: int) -> Iterator[tuple[int, int]]:
+    """Where the pieces of a tensor start and stop."""
+    return pairwise(tensor.cuts or (*range(0, tensor.numbers, most), tensor.numbers))
 
 
 class _Wide:

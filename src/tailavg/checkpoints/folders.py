@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,8 +52,6 @@ class Folder(Checkpoint):
     `.bin` file.
     """
 
-    whole = staticmethod(whole_folder)
-
     def __init__(self, path: Path) -> None:
         self.path = path
         self.stamps, self.tensors = {}, {}
@@ -75,6 +73,9 @@ class Folder(Checkpoint):
     @property
     def described(self) -> str:
         return "a folder of a model"
+
+    def whole(self, output: Path) -> AbstractContextManager[Path]:
+        return whole_folder(output)
 
     def _take(self, folder: Path, names: list[str]) -> None:
         """Sort the files in a folder: weights, their indices, others."""

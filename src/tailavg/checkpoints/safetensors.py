@@ -26,7 +26,6 @@ from tailavg.checkpoints.tensors import (
     read_at,
     stamp_of,
 )
-from tailavg.core.files import whole_file
 from tailavg.core.tensors import NAMES
 
 __all__ = ["Safetensors"]
@@ -47,8 +46,6 @@ AVERAGED: Mapping[str, str] = {
 
 class Safetensors(Checkpoint):
     """A `.safetensors` file. The key of a tensor is its name."""
-
-    whole = staticmethod(whole_file)
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -14,6 +14,8 @@ from typing import Any, BinaryIO, ClassVar
 
 import numpy as np
 import numpy.typing as npt
+
+from tailavg.core.files import whole_file
 
 __all__ = [
     "BUFFER",
@@ -80,8 +82,8 @@ class Tensor:
     """Whether they are real numbers, and not parts of complex ones."""
     memory: str = "in memory of its own"
     """Where it is, in formats that can tell."""
-    rows: int = 1
-    """How many numbers to read at once, or a multiple of it."""
+    cuts: tuple[int, ...] = ()
+    """Where it must be cut into pieces, and nowhere else, in formats that cannot do so anywhere."""
     left: bool = False
     """Whether the user chose to leave it as it is in the newest."""
 
@@ -98,12 +100,16 @@ class Tensor:
 class Checkpoint(ABC):
     """A saved model. Only the names and kinds of its tensors are read at first."""
 
-    whole: ClassVar[Callable[[Path], AbstractContextManager[Any]]]
-    """Opens an output of this kind, which appears when it is whole."""
+    together: ClassVar[bool] = True
+    """Whether several outputs can be written in one pass."""
     path: Path
     tensors: dict[Hashable, Tensor]
     stamps: dict[Path, tuple[int, ...]]
     """The files it is made of, and what changes if they do."""
+
+    def whole(self, output: Path) -> AbstractContextManager[Any]:
+        """What to write an output to; it appears when it is whole."""
+        return whole_file(output)
 
     @abstractmethod
     def read(self, key: Hashable, start: int, stop: int, out: Piece) -> None:
@@ -151,13 +157,14 @@ class Checkpoint(ABC):
         where = f"{self.path}: differs from the newest, {newest.path}"
         if type(self) is not type(newest):
             raise CheckpointError(f"{where}: expected {newest.described}, got {self.described}")
-        for key, expected in newest.tensors.items():
-            if key not in self.tensors and not expected.left:
+        ours, theirs = self.compared(), newest.compared()
+        for key, expected in theirs.items():
+            if key not in ours and not expected.left:
                 raise CheckpointError(f"{where}: tensor {expected.name!r} is missing")
-        for key, got in self.tensors.items():
-            if key not in newest.tensors:
+        for key, got in ours.items():
+            if key not in theirs:
                 raise CheckpointError(f"{where}: tensor {got.name!r} is not in the newest")
-            expected = newest.tensors[key]
+            expected = theirs[key]
             where_in = f"{where}: tensor {got.name!r}: expected"
             if expected.left:
                 continue
@@ -167,6 +174,14 @@ class Checkpoint(ABC):
                 raise CheckpointError(f"{where_in} dtype {expected.dtype}, got {got.dtype}")
             if got.memory != expected.memory:
                 raise CheckpointError(f"{where_in} it {expected.memory}, got it {got.memory}")
+
+    def compared(self) -> Mapping[Hashable, Tensor]:
+        """The tensors that another checkpoint must have as well."""
+        return self.tensors
+
+    def threads(self, most: int) -> int:
+        """How many threads may read it, without too much memory."""
+        return most
 
     @property
     def described(self) -> str:
@@ -192,7 +207,7 @@ def part_of(dtype: str) -> np.dtype[Any]:
 
 def read_at(path: Path, place: int, out: Piece, name: str) -> None:
     """Fill `out` with the bytes of a file from a place on."""
-    view = memoryview(out)
+    view = memoryview(out.data)
     with path.open("rb", buffering=0) as stream:
         stream.seek(place)
         while view:
@@ -208,7 +223,7 @@ def flowing(stream: BinaryIO) -> Iterator[Callable[[Any], None]]:
     written = 0
     sync = getattr(os, "fdatasync", os.fsync)
     with ThreadPoolExecutor(1) as pool:
-        pending = [pool.submit(int)]
+        pending: list[Future[Any]] = [pool.submit(int)]
 
         def write(data: Any) -> None:
             nonlocal written

@@ -21,7 +21,6 @@ from tailavg.checkpoints.tensors import (
     read_at,
     stamp_of,
 )
-from tailavg.core.files import whole_file
 from tailavg.core.state import FORMAT
 
 __all__ = ["TorchFile"]
@@ -36,8 +35,6 @@ class TorchFile(Checkpoint):
     Tensors that overlap in memory, with others or with themselves, are averaged once, as the
     stretch of memory that they cover.
     """
-
-    whole = staticmethod(whole_file)
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -71,7 +68,7 @@ class TorchFile(Checkpoint):
                             if order != sys.byteorder:
                                 raise ValueError(f"numbers in {order}-endian order")
             tree = torch.load(self.path, map_location="cpu", mmap=mmap, weights_only=True)
-            leaves = dict(self._leaves(tree))
+            leaves: dict[Hashable, Any] = dict(self._leaves(tree))
             tensors, memory = self._described(leaves)
         except (CheckpointError, ModuleNotFoundError):
             raise
@@ -122,7 +119,7 @@ class TorchFile(Checkpoint):
                     yield leaf
 
     def _described(
-        self, leaves: Mapping[tuple[Any, ...], Any]
+        self, leaves: Mapping[Any, Any]
     ) -> tuple[dict[Hashable, Tensor], dict[Hashable, Any]]:
         """What is known about each tensor, and what to average."""
         import torch
@@ -263,7 +260,7 @@ def _shown(path: Sequence[Any]) -> str:
 
 
 def _overlapping(
-    leaves: Mapping[tuple[Any, ...], Any],
+    leaves: Mapping[Any, Any],
 ) -> Iterator[tuple[int, int, list[tuple[Any, ...]]]]:
     """The stretches of memory that tensors cover, each with their keys: start, stop, keys."""
     spans = []

@@ -13,11 +13,15 @@ import numpy as np
 
 from tailavg.checkpoints.tensors import CheckpointError
 from tailavg.core.clock import starts_at
+from tailavg.core.decay import Decay
 from tailavg.core.profile import dense_weights
 from tailavg.core.rules import ExactWindow, WindowRule
 from tailavg.core.windows import Reals
 
-__all__ = ["natural", "read_weights", "steps_of", "weights"]
+__all__ = ["Weighing", "natural", "read_weights", "steps_of", "weights"]
+
+Weighing = WindowRule | Decay | Sequence[float] | Reals
+"""A rule, or a weight for each checkpoint."""
 
 
 def natural(path: Path) -> tuple[list[int], str]:
@@ -30,9 +34,7 @@ def natural(path: Path) -> tuple[list[int], str]:
     return [int(number) for number in re.findall(r"\d+", str(path))], str(path)
 
 
-def weights(
-    rule: WindowRule | Sequence[float] | Reals, files: int, steps: Sequence[int] | None = None
-) -> Reals:
+def weights(rule: Weighing, files: int, steps: Sequence[int] | None = None) -> Reals:
     """The weight of each checkpoint, oldest first.
 
     With `steps`, the window is in steps, and each checkpoint stands for those since the one before.
@@ -44,16 +46,19 @@ def weights(
         >>> weights(ExactWindow(0.5), 4, steps=[100, 200, 300, 1000])
         array([0., 0., 0., 1.])
     """
-    if not isinstance(rule, WindowRule):
+    if not isinstance(rule, WindowRule | Decay):
         return np.asarray(rule, np.float64)
-    if steps is None:
-        return dense_weights(rule, starts_at(rule, files), files)
-    if not isinstance(rule, ExactWindow):
-        raise ValueError(f"steps: expected a rule of exact weights, got {rule}")
-    t = steps[-1]
-    ages = t - np.array([0, *steps], np.float64)
-    k = min(float(t), float(rule.size(t)))
-    return -np.diff(np.clip(ages / k, 0.0, 1.0))
+    if steps is not None:
+        if isinstance(rule, ExactWindow):
+            rule = Decay(rule.window, "linear")
+        if not isinstance(rule, Decay):
+            raise ValueError(f"steps: expected an ExactWindow or a Decay, got {rule}")
+        ages = steps[-1] - np.array([0, *steps], np.float64)
+        found: Reals = rule.of_ages(ages[1:], ages[:-1], min(steps[-1], rule.size(steps[-1])))
+        return found
+    if isinstance(rule, Decay):
+        return rule.weights(files)
+    return dense_weights(rule, starts_at(rule, files), files)
 
 
 def steps_of(paths: Sequence[Path]) -> list[int]:

@@ -6,11 +6,13 @@ import re
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from tailavg.cli.common import Method, fail, parse_rule, parse_windows, window_name
+from tailavg.core.decay import Decay
+from tailavg.core.rules import WindowRule
 from tailavg.core.windows import Window
 
 if TYPE_CHECKING:
@@ -36,12 +38,7 @@ class DType(StrEnum):
     bfloat16 = "bfloat16"
 
 
-class Shape(StrEnum):
-    """The learning-rate decays that an average can stand for."""
-
-    linear = "linear"
-    cosine = "cosine"
-    one_minus_sqrt = "1-sqrt"
+Shape = Literal["linear", "cosine", "1-sqrt"]
 
 
 def checkpoints(
@@ -82,7 +79,7 @@ def checkpoints(
     method: Annotated[
         Method | None,
         typer.Option(
-            help="How to weigh the checkpoints; exact, the default, is the plain mean of the window."
+            help="How to weigh the checkpoints; exact, the default, is the mean of the window."
         ),
     ] = None,
     accumulators: Annotated[
@@ -169,8 +166,14 @@ def checkpoints(
     )
 
     console = Console(stderr=True)
-    columns = TextColumn("averaging"), BarColumn(), TextColumn("{task.percentage:>3.0f} %")
-    columns += DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+    columns = (
+        TextColumn("averaging"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f} %"),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
     try:
         if weights is not None:
             outputs[output] = read_weights(weights, len(ordered))
@@ -239,7 +242,7 @@ def _rule(
     accumulators: int | None,
     decay: Shape | None,
     by_step: bool,
-) -> Any:
+) -> WindowRule | Decay:
     """The rule that the options describe."""
     for option, given in ("--decay", decay is not None), ("--by-step", by_step):
         if given and method not in (None, Method.exact):
@@ -247,12 +250,10 @@ def _rule(
                 f"{option} weighs the checkpoints by itself: expected no --method {method} with it"
             )
     rule = parse_rule(window, method or Method.exact, accumulators)
-    if decay is None or decay is Shape.linear:  # the plain window is a linear decay
+    if decay is None or decay == "linear":  # the plain window is a linear decay
         return rule
 
-    from tailavg.core.decay import Decay
-
-    return Decay(window, decay.value)
+    return Decay(window, decay)
 
 
 def _check_names(paths: list[Path], output: Path) -> None:
