@@ -306,20 +306,35 @@ class _Mean:
 
 def _round(numbers: Reals, out: Piece) -> None:
     """Round float64 to another dtype, once."""
-    if out.dtype.name != "bfloat16":
+    if out.dtype.kind == "f":
         out[...] = numbers
         return
+    # dtypes that NumPy lacks, by way of float32, whose last bit then tells that there was more
     single = numbers.astype(np.float32)
+    if out.itemsize == 1:
+        _tell(numbers, single)
+        out[...] = single
+        return
     bits = single.view(np.uint32)
-    low = bits & 0xFFFF
-    # rounded to float32 and then to bfloat16: wrong only where the first makes a tie
-    special = low == 0x8000
-    special |= np.isnan(single)
+    unclear = (bits & 0xFFFF) == 0x8000  # halfway between two bfloat16
+    if unclear.any():
+        some = single[unclear]
+        _tell(numbers[unclear], some)
+        single[unclear] = some
+    nan = np.isnan(single)
     bits += 0x7FFF + ((bits >> 16) & 1)
     np.right_shift(bits, 16, out=bits)
     out.view(np.uint16)[...] = bits
-    if special.any():
-        out[special] = numbers[special].astype(out.dtype)
+    if nan.any():
+        out.view(np.uint16)[nan] = 0x7FC0
+
+
+def _tell(numbers: Reals, single: Piece) -> None:
+    """Round to odd: what is not exact is cut, and gets an odd last bit."""
+    more = (single != numbers) & np.isfinite(single)
+    bits = single.view(np.uint32)
+    bits -= more & (np.abs(single) > np.abs(numbers))
+    bits |= more
 
 
 def average_checkpoints(
