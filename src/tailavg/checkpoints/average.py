@@ -145,7 +145,7 @@ class Plan:
         terms = [(one, its) for one, its in terms if any(its)]
         done, total = 0, len(terms) * self._numbers()
         waiting: deque[tuple[int, Future[list[list[Piece]]]]] = deque()
-        scratch = threading.local()
+        local = threading.local()
         groups = self._groups()
         while True:
             while len(waiting) <= self._threads and (group := next(groups, None)):
@@ -153,7 +153,7 @@ class Plan:
                     (stop - start) * self.newest.tensors[key].part.itemsize
                     for key, start, stop in group
                 )
-                waiting.append((size, pool.submit(self._computed, terms, group, scratch)))
+                waiting.append((size, pool.submit(self._computed, terms, group, local)))
             if not waiting:
                 return
             size, future = waiting.popleft()
@@ -178,35 +178,36 @@ class Plan:
             yield group
 
     def _computed(
-        self, terms: Sequence[Term], group: list[Span], scratch: threading.local
+        self, terms: Sequence[Term], group: list[Span], local: threading.local
     ) -> list[list[Piece]]:
         """The averages of pieces, for each output."""
         with np.errstate(all="ignore"):  # the NaN of two infinities is a result, and no mistake
-            return [self._average(terms, span, scratch) for span in group]
+            return [self._average(terms, span, local) for span in group]
 
-    def _average(self, terms: Sequence[Term], span: Span, scratch: threading.local) -> list[Piece]:
+    def _average(self, terms: Sequence[Term], span: Span, local: threading.local) -> list[Piece]:
         key, start, stop = span
         tensor = self.newest.tensors[key]
+        shares = list(zip(*(its for _, its in terms), strict=True))
+        if getattr(local, "room", 0) < stop - start:  # new memory would cost as much as the sums
+            local.room = stop - start
+            local.bytes = [np.empty(8 * local.room, np.uint8) for _ in range(2)]
+            local.means = [_Mean(local.room) for _ in shares]
         size = (stop - start) * tensor.part.itemsize
-        if getattr(scratch, "size", 0) < size:
-            scratch.size = size
-            scratch.bytes = np.empty(size, np.uint8), np.empty(size, np.uint8)
-        first = scratch.bytes[0][:size].view(tensor.part)
-        other = scratch.bytes[1][:size].view(tensor.part)
-        means = [
-            _Mean(first, [weight for weight in its if weight])
-            for its in zip(*(its for _, its in terms), strict=True)
-        ]
+        first, other = (memory[:size].view(tensor.part) for memory in local.bytes)
+        means: list[_Mean] = local.means
+        for mean, its in zip(means, shares, strict=True):
+            mean.begin(first, [weight for weight in its if weight])
         wide = _Wide(tensor.part)
-        for n, (checkpoint, its) in enumerate(terms):
+        for n, (checkpoint, weights_) in enumerate(terms):
             piece = other if n else first
             checkpoint.read(key, start, stop, piece.view(np.uint8))
+            bits = piece.view(UINT[piece.itemsize])
             for begin in range(0, len(piece), BLOCK):
                 block = slice(begin, begin + BLOCK)
                 numbers = wide(piece[block])
-                for mean, weight in zip(means, its, strict=True):
+                for mean, weight in zip(means, weights_, strict=True):
                     if weight:
-                        mean.add(weight, block, piece, numbers)
+                        mean.add(weight, block, bits, numbers)
         return [mean.rounded(tensor.to, wide) for mean in means]
 
 
@@ -219,44 +220,46 @@ class _Wide:
     """Numbers in a dtype that NumPy is quick to add: themselves, or in float32."""
 
     def __init__(self, part: np.dtype[Any]) -> None:
-        self._part = part
-        self._bits = UINT[part.itemsize]
-        if part.name == "bfloat16" or part.itemsize == 1:
-            self._buffer = np.empty(BLOCK, np.float32)
+        self._ready = part.kind == "f"
+        self._single = np.empty(0 if self._ready else BLOCK, np.float32)
         if part.itemsize == 1:
             self._table = np.arange(256, dtype=np.uint8).view(part).astype(np.float32)
 
     def __call__(self, block: Piece) -> Piece:
-        if self._part.itemsize == 1:
-            return np.take(self._table, block.view(np.uint8), out=self._buffer[: len(block)])
-        if self._part.name != "bfloat16":
+        if self._ready:
             return block
-        # a bfloat16 is the upper half of a float32
-        buffer = self._buffer[: len(block)]
-        bits = buffer.view(np.uint32)
+        single = self._single[: len(block)]
+        if block.itemsize == 1:
+            return np.take(self._table, block.view(np.uint8), out=single)
+        bits = single.view(np.uint32)  # a bfloat16 is the upper half of a float32
         bits[...] = block.view(np.uint16)
         np.left_shift(bits, 16, out=bits)
-        return buffer
+        return single
 
 
 class _Mean:
-    """The weighted mean of pieces, in float64."""
+    """The weighted mean of pieces, in float64, in memory that serves one piece after the other."""
 
-    def __init__(self, first: Piece, its: Sequence[float]) -> None:
+    def __init__(self, room: int) -> None:
+        self._sum = np.empty(room)
+        self._same = np.empty(room, bool)
+        self._wide = np.empty(BLOCK)
+        self._equal = np.empty(BLOCK, bool)
+
+    def begin(self, first: Piece, its: Sequence[float]) -> None:
+        """Start anew, with weights for all of a piece's checkpoints; `first` is the newest."""
         self._first = first
-        self._bits = first.view(UINT[first.dtype.itemsize])
-        self._sum = np.empty(len(first))
-        self._same = np.empty(len(first), bool)
-        self._alike = [True] * -(-len(first) // BLOCK)
-        self._seen = [0] * len(self._alike)
+        self._bits = first.view(UINT[first.itemsize])
+        self._seen = [0] * -(-len(first) // BLOCK)
+        self._alike = [True] * len(self._seen)  # whether some numbers are, so far
         # with even weights one factor at the end will do, unless sums may overflow
-        even = len(set(its)) == 1 and first.dtype != np.float64
+        even = len(set(its)) == 1 and first.itemsize < 8
         self._factor = its[0] if even else None
 
-    def add(self, weight: float, block: slice, piece: Piece, numbers: Piece) -> None:
+    def add(self, weight: float, block: slice, bits: Piece, numbers: Piece) -> None:
         """Add a block of a piece, which comes also in a dtype that is quick to add."""
         place = block.start // BLOCK
-        total = self._sum[block]
+        total = self._sum[block][: len(numbers)]
         seen = self._seen[place]
         self._seen[place] += 1
         if not seen:
@@ -265,42 +268,38 @@ class _Mean:
                 total *= weight
             return
         if self._factor is None:
-            wide = numbers.astype(np.float64)
+            wide = self._wide[: len(numbers)]
+            wide[...] = numbers
             wide *= weight
             total += wide
         else:
             total += numbers
         if self._alike[place]:
-            same = self._same[block]
-            bits = piece[block].view(self._bits.dtype)
-            if seen == 1:
-                np.equal(bits, self._bits[block], out=same)
-            else:
-                same &= bits == self._bits[block]
+            same, equal = self._same[block][: len(numbers)], self._equal[: len(numbers)]
+            np.equal(bits[block], self._bits[block], out=same if seen == 1 else equal)
+            if seen > 1:
+                same &= equal
             self._alike[place] = bool(same.any())
 
     def rounded(self, to: np.dtype[Any], wide: _Wide) -> Piece:
         """The mean in a dtype; numbers whose bits never changed have them still."""
         mean = np.empty(len(self._first), to)
+        unchanged = to == self._first.dtype
         for place, seen in enumerate(self._seen):
             block = slice(place * BLOCK, (place + 1) * BLOCK)
             first = self._first[block]
-            if seen == 1 and to == first.dtype:
+            if seen == 1 and unchanged:
                 mean[block] = first
                 continue
-            total = self._sum[block]
-            if self._factor is not None and seen > 1:
+            total = self._sum[block][: len(first)]
+            if self._factor is not None:
                 total *= self._factor
-            same: Any = np.True_ if seen == 1 else self._same[block]
-            if to == first.dtype:
-                _round(total, mean[block])
-                if self._alike[place]:
-                    bits = mean[block].view(self._bits.dtype)
-                    np.copyto(bits, self._bits[block], where=same)
-            else:
-                if self._alike[place]:
-                    np.copyto(total, wide(first), where=same)
-                _round(total, mean[block])
+            same: Any = np.True_ if seen == 1 else self._same[block][: len(first)]
+            if self._alike[place] and not unchanged:
+                np.copyto(total, wide(first), where=same)
+            _round(total, mean[block])
+            if self._alike[place] and unchanged:
+                np.copyto(mean[block].view(self._bits.dtype), self._bits[block], where=same)
         return mean
 
 
@@ -309,32 +308,37 @@ def _round(numbers: Reals, out: Piece) -> None:
     if out.dtype.kind == "f":
         out[...] = numbers
         return
-    # dtypes that NumPy lacks, by way of float32, whose last bit then tells that there was more
+    # dtypes that NumPy lacks, by way of float32
     single = numbers.astype(np.float32)
     if out.itemsize == 1:
-        _tell(numbers, single)
+        _cut_to_odd(numbers, single, slice(None))
         out[...] = single
         return
     bits = single.view(np.uint32)
-    unclear = (bits & 0xFFFF) == 0x8000  # halfway between two bfloat16
+    low = bits & 0xFFFF
+    unclear = low == 0x8000  # halfway between two bfloat16, or close to it
+    unclear &= single != numbers
     if unclear.any():
-        some = single[unclear]
-        _tell(numbers[unclear], some)
-        single[unclear] = some
+        _cut_to_odd(numbers, single, unclear)
     nan = np.isnan(single)
-    bits += 0x7FFF + ((bits >> 16) & 1)
+    np.right_shift(bits, 16, out=low)
+    low &= 1
+    bits += low
+    bits += 0x7FFF
     np.right_shift(bits, 16, out=bits)
     out.view(np.uint16)[...] = bits
     if nan.any():
         out.view(np.uint16)[nan] = 0x7FC0
 
 
-def _tell(numbers: Reals, single: Piece) -> None:
-    """Round to odd: what is not exact is cut, and gets an odd last bit."""
-    more = (single != numbers) & np.isfinite(single)
-    bits = single.view(np.uint32)
-    bits -= more & (np.abs(single) > np.abs(numbers))
+def _cut_to_odd(numbers: Reals, single: Piece, where: Any) -> None:
+    """Cut what is not exact in float32, and make it odd: it is then no tie for a coarser dtype."""
+    some = single[where]
+    more = (some != numbers[where]) & np.isfinite(some)
+    bits = some.view(np.uint32)
+    bits -= more & (np.abs(some) > np.abs(numbers[where]))
     bits |= more
+    single[where] = some
 
 
 def average_checkpoints(
