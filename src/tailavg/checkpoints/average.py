@@ -82,7 +82,7 @@ class Plan:
             for checkpoint, its in zip(checkpoints, every, strict=True)
             if any(its)
         ]
-        self._threads = newest.threads(max(1, min(THREADS, os.cpu_count() or 1)))
+        self._threads = newest.threads(min(THREADS, 2 * (os.cpu_count() or 1)))  # some wait
         self._most = max(BLOCK, PIECE // len(outputs))
 
     def used(self, output: Path) -> list[Path]:

@@ -137,7 +137,12 @@ def checkpoints(
     outputs: dict[Path, Any] = {}
     if weights is not None:
         _check_alone(
-            windows=windows, window=window, method=method, decay=decay, by_step=by_step or None
+            windows=windows,
+            window=window,
+            method=method,
+            accumulators=accumulators,
+            decay=decay,
+            by_step=by_step or None,
         )
         outputs[output] = weights
     else:
