@@ -42,10 +42,9 @@ Shape = Literal["linear", "cosine", "1-sqrt"]
 
 
 def checkpoints(
-    paths: Annotated[
+    files: Annotated[
         list[Path],
         typer.Argument(
-            metavar="CHECKPOINTS...",
             exists=True,
             help="Files (.safetensors; .pt, .pth, .ckpt, .bin), or folders that save_pretrained or "
             "torch.distributed.checkpoint wrote.",
@@ -133,7 +132,7 @@ def checkpoints(
     """
     from tailavg.checkpoints import CheckpointError, Plan, read_weights, steps_of
 
-    ordered = _in_order(paths, sort)
+    ordered = _in_order(files, sort)
     outputs: dict[Path, Any] = {}
     if weights is not None:
         _check_alone(
@@ -158,7 +157,7 @@ def checkpoints(
                 )
             outputs[Path(name)] = _rule(one, method, accumulators, decay, by_step)
     for path in outputs:
-        _check_names(paths, path)
+        _check_names(files, path)
 
     from rich.console import Console
     from rich.progress import (
@@ -208,7 +207,7 @@ def checkpoints(
     for path in outputs:
         used = plan.used(path)
         span = f"{used[0]} to {used[-1]}" if len(used) > 1 else f"{used[0]}"
-        _echo(f"{path}: the average of {len(used)} of {len(paths)} checkpoints, {span}")
+        _echo(f"{path}: the average of {len(used)} of {len(files)} checkpoints, {span}")
 
 
 def _echo(text: str) -> None:
