@@ -93,7 +93,9 @@ class Plan:
     @property
     def reads(self) -> int:
         """How many bytes of numbers will be read."""
-        return len(self.terms) * self._numbers()
+        each = [np.count_nonzero(its) for its in self.shares.values()]
+        passes = len(self.terms) if self.newest.together else sum(each)
+        return int(passes) * self._numbers()
 
     @property
     def writes(self) -> int:

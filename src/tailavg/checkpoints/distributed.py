@@ -103,12 +103,16 @@ class Distributed(Checkpoint):
         self._chunks = newest._chunks  # what will be asked for
 
     def arrange(self) -> None:
-        """Cut chunks that are large for a quarter of the checkpoint, along their first axis."""
-        room = self._room() // self.threads(1) - self._largest()
+        """Cut chunks that are large for a quarter of the checkpoint, along their first axis.
+
+        As torch reads all of a chunk for each part of it, there are eight parts at most.
+        """
+        room = self._room() - self._largest()
         for key, tensor in self.tensors.items():
             if tensor.numbers:
                 rows = tensor.numbers // max(1, self._axis(key)[1])
-                step = max(1, room // (HELD * tensor.part.itemsize) // rows) * rows
+                fits = max(room // (HELD * tensor.part.itemsize), -(-tensor.numbers // 8))
+                step = max(1, -(-fits // rows)) * rows
                 cuts = (*range(0, tensor.numbers, step), tensor.numbers)
                 self.tensors[key] = dataclasses.replace(tensor, cuts=cuts)
 
