@@ -32,6 +32,7 @@ bench: $(STAMPS)/bench
 	$(BIN)/python benchmarks/parameters.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/pytrees.py
+	$(BIN)/python benchmarks/checkpoints.py
 
 clean:
 	rm -rf .venv site

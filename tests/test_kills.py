@@ -12,7 +12,17 @@ SCRIPT = Path(__file__).parent / "support" / "kills.py"
 
 
 @pytest.mark.parametrize(
-    "write", ["save", "save_averaged", "save_folder", "checkpoints", "torch_checkpoints", "stream"]
+    "write",
+    [
+        "save",
+        "save_averaged",
+        "save_folder",
+        "checkpoints",
+        "torch_checkpoints",
+        "checkpoint_folders",
+        "distributed_checkpoints",
+        "stream",
+    ],
 )
 def test_a_killed_write_leaves_the_old_file_or_the_new_one(write: str, tmp_path: Path) -> None:
     command = [sys.executable, SCRIPT, write, tmp_path]

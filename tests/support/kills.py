@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from shutil import rmtree
@@ -14,7 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from torch.distributed.checkpoint import filesystem
 
 from interrupts import killed, kills
 from tailavg import AnyTail, TailAverage
@@ -116,6 +119,33 @@ def torch_checkpoints(tmp_path: Path) -> None:
     checkpoints(tmp_path, ".pt")
 
 
+def checkpoint_folders(tmp_path: Path) -> None:
+    folders = [tmp_path / "run" / f"checkpoint-{step}" for step in range(3)]
+    for step, folder in enumerate(folders):
+        folder.mkdir(parents=True)
+        save_file({"weight": torch.full((4,), float(step))}, folder / "model.safetensors")
+        (folder / "config.json").write_text("{}")
+    check_folder(tmp_path / "averaged", folders)
+
+
+def distributed_checkpoints(tmp_path: Path) -> None:
+    warnings.simplefilter("ignore")  # that there is no process group
+    folders = [tmp_path / "run" / f"step-{step}" for step in range(3)]
+    for step, folder in enumerate(folders):
+        state = {"weight": torch.full((4,), float(step)), "step": step}
+        dcp.save(state, checkpoint_id=folder, no_dist=True)
+    filesystem._generate_uuid = lambda: "the same"
+    check_folder(tmp_path / "averaged", folders)
+
+
+def check_folder(path: Path, folders: list[Path]) -> None:
+    def write() -> None:
+        rmtree(path, ignore_errors=True)
+        average_checkpoints(folders, {path: ExactWindow(3)})
+
+    check(write, path, most=60)
+
+
 def stream(tmp_path: Path) -> None:
     path, numbers = tmp_path / "state", tmp_path / "numbers"
     numbers.write_text("1\n2\n3\n")
@@ -130,7 +160,16 @@ def stream(tmp_path: Path) -> None:
 
 WRITES = {
     write.__name__: write
-    for write in (save, save_averaged, save_folder, checkpoints, torch_checkpoints, stream)
+    for write in (
+        save,
+        save_averaged,
+        save_folder,
+        checkpoints,
+        torch_checkpoints,
+        checkpoint_folders,
+        distributed_checkpoints,
+        stream,
+    )
 }
 
 if __name__ == "__main__":

@@ -1,0 +1,121 @@
+"""Which checkpoint is older, and how much each weighs."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from tailavg.checkpoints.tensors import CheckpointError
+from tailavg.core.clock import starts_at
+from tailavg.core.decay import Decay
+from tailavg.core.profile import dense_weights
+from tailavg.core.rules import ExactWindow, WindowRule
+from tailavg.core.windows import Reals
+
+__all__ = ["Weighing", "natural", "read_weights", "steps_of", "weights"]
+
+Weighing = WindowRule | Decay | Sequence[float] | Reals
+"""A rule, or a weight for each checkpoint."""
+
+
+def natural(path: Path) -> tuple[list[int], str]:
+    """A key that sorts names by the numbers in them: step-9 before step-10.
+
+    Examples:
+        >>> sorted([Path("step-10.pt"), Path("step-9.pt")], key=natural)[0].name
+        'step-9.pt'
+    """
+    return [int(number) for number in re.findall(r"\d+", str(path))], str(path)
+
+
+def weights(rule: Weighing, files: int, steps: Sequence[int] | None = None) -> Reals:
+    """The weight of each checkpoint, oldest first.
+
+    With `steps`, the window is in steps, and each checkpoint stands for those since the one before.
+
+    Examples:
+        >>> from tailavg import ExactWindow
+        >>> weights(ExactWindow(0.5), 4)
+        array([0. , 0. , 0.5, 0.5])
+        >>> weights(ExactWindow(0.5), 4, steps=[100, 200, 300, 1000])
+        array([0., 0., 0., 1.])
+    """
+    if not isinstance(rule, WindowRule | Decay):
+        return np.asarray(rule, np.float64)
+    if steps is not None:
+        if isinstance(rule, ExactWindow):
+            rule = Decay(rule.window, "linear")
+        if not isinstance(rule, Decay):
+            raise ValueError(f"steps: expected an ExactWindow or a Decay, got {rule}")
+        ages = steps[-1] - np.array([0, *steps], np.float64)
+        found: Reals = rule.of_ages(ages[1:], ages[:-1], min(steps[-1], rule.size(steps[-1])))
+        return found
+    if isinstance(rule, Decay):
+        return rule.weights(files)
+    return dense_weights(rule, starts_at(rule, files), files)
+
+
+def steps_of(paths: Sequence[Path]) -> list[int]:
+    """The step of each checkpoint, oldest first: the last number in its name.
+
+    If the names are alike, it is the last number in the folders that differ.
+
+    Examples:
+        >>> steps_of([Path("run-7/checkpoint-500"), Path("run-7/checkpoint-1500")])
+        [500, 1500]
+        >>> steps_of([Path("2/checkpoint-5/model.bin"), Path("2/checkpoint-10/model.bin")])
+        [5, 10]
+    """
+    parts = [path.absolute().parts for path in paths]
+    steps = []
+    for path, its in zip(paths, parts, strict=True):
+        differ = [
+            part
+            for place, part in enumerate(its)
+            if len(paths) == 1 or any(other[place : place + 1] != (part,) for other in parts)
+        ]
+        numbers = re.findall(r"\d+", str(Path(*differ).with_suffix(""))) if differ else []
+        if not numbers:
+            raise CheckpointError(
+                f"{path}: expected a step in its name, as in checkpoint-500, got none"
+            )
+        steps.append(int(numbers[-1]))
+    for (one, a), (other, b) in pairwise(zip(paths, steps, strict=True)):
+        if a >= b:
+            raise CheckpointError(
+                f"{other}: expected a step after {a}, that of {one}, got {b}; leave one out"
+            )
+    if steps[0] < 0 or steps[-1] < 1:
+        raise CheckpointError(f"{paths[-1]}: expected a step of at least 1, got {steps[-1]}")
+    return steps
+
+
+def read_weights(path: Path, files: int) -> Reals:
+    """The weights in a JSON file: a list of one number per checkpoint, oldest first."""
+    try:
+        found = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: expected a list of numbers in JSON, got: {error}") from None
+    if not isinstance(found, list):
+        raise CheckpointError(f"{path}: expected a list of numbers, got {type(found).__name__}")
+    if len(found) != files:
+        raise CheckpointError(
+            f"{path}: expected {files} weights, one per checkpoint, oldest first, got {len(found)}"
+        )
+    for weight in found:
+        if isinstance(weight, bool) or not isinstance(weight, int | float):
+            raise CheckpointError(f"{path}: expected numbers, got {weight!r}")
+        if not math.isfinite(weight):
+            raise CheckpointError(f"{path}: expected finite numbers, got {weight!r}")
+    total = math.fsum(found)
+    if abs(total - 1.0) > 1e-6:
+        raise CheckpointError(
+            f"{path}: expected weights that sum to 1, got a sum of {total:.9g}; divide each by it"
+        )
+    return np.array(found, np.float64)
