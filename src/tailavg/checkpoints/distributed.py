@@ -15,6 +15,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tailavg.checkpoints.tensors import (
     PARTS,
     Averages,
@@ -223,21 +225,29 @@ class Distributed(Checkpoint):
             data = TensorWriteData(self._chunks[_key(item)], its.properties, its.size)
             return WriteItem(item, WriteItemType.SHARD, tensor_data=data)
 
+        def size_of(key: Any) -> int:
+            return math.prod(self._chunks[key].sizes) * kinds[key[0]].properties.dtype.itemsize
+
+        # torch's writer holds what it was given to the end of the file: so all is in one place
+        largest = max((size_of(key) for key in self._chunks), default=0)
+        room = torch.empty(largest, dtype=torch.uint8)
+
         def resolve(write: WriteItem) -> Any:
             key = _key(write.index)
             if key[1] is None:
                 return self._bytes(write.index)
             tensor, chunk = self.tensors[key], self._chunks[key]
-            found = torch.empty(chunk.sizes, dtype=kinds[key[0]].properties.dtype)
+            found: Any = torch.empty(0, dtype=kinds[key[0]].properties.dtype)
+            storage: Any = room.untyped_storage()[: size_of(key)]
+            found.set_(storage, 0, chunk.sizes)
             if not tensor.numbers:
                 self._load(key[0], chunk, found)
                 return found
-            flat = found.view(-1).view(torch.uint8).numpy().view(tensor.to)
-            written = 0
-            while written < tensor.numbers:
+            rest = found.view(-1).view(torch.uint8)
+            while len(rest):
                 (mean,) = next(averages)
-                flat[written : written + len(mean)] = mean
-                written += len(mean)
+                rest[: mean.nbytes] = torch.from_numpy(mean.view(np.uint8))
+                rest = rest[mean.nbytes :]
             return found
 
         # one thread, and nothing ahead: it then asks for data in this order, one after the other
