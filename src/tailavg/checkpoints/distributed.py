@@ -226,7 +226,7 @@ class Distributed(Checkpoint):
             return WriteItem(item, WriteItemType.SHARD, tensor_data=data)
 
         def size_of(key: Any) -> int:
-            return math.prod(self._chunks[key].sizes) * kinds[key[0]].properties.dtype.itemsize
+            return int(math.prod(self._chunks[key].sizes) * kinds[key[0]].properties.dtype.itemsize)
 
         # torch's writer holds what it was given to the end of the file: so all is in one place
         largest = max((size_of(key) for key in self._chunks), default=0)
