@@ -1,5 +1,6 @@
 """Tiny models, data and arguments for Trainers, and what the model was after each step."""
 
+import itertools
 import os
 import warnings
 
@@ -33,7 +34,7 @@ def tokens(size=48, seed=1):
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
-def arguments(folder, **options):
+def arguments(folder, kind=TrainingArguments, **options):
     default = {
         "per_device_train_batch_size": 4,
         "max_steps": 12,
@@ -44,7 +45,14 @@ def arguments(folder, **options):
         "disable_tqdm": True,
         "use_cpu": True,
     }
-    return TrainingArguments(str(folder), **default | options)
+    return kind(str(folder), **default | options)
+
+
+def first_is_best():
+    """Arguments and metrics for which the first evaluation is the best."""
+    ages = itertools.count()
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "age"}
+    return best | {"greater_is_better": False}, lambda _: {"age": next(ages)}
 
 
 class Steps(TrainerCallback):
@@ -57,11 +65,11 @@ class Steps(TrainerCallback):
         self.all.append(weights(model))
 
     def mean(self, alphas):
-        """What they average to with these weights, in double precision."""
-        assert len(alphas) == len(self.all)
+        """What the first of them average to with these weights, in double precision."""
+        assert 0 < len(alphas) <= len(self.all)
         assert np.isclose(sum(alphas), 1)
         return {
-            name: sum(a * step[name].double() for a, step in zip(alphas, self.all, strict=True))
+            name: sum(a * step[name].double() for a, step in zip(alphas, self.all, strict=False))
             for name in self.all[0]
         }
 
