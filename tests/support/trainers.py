@@ -18,6 +18,7 @@ with warnings.catch_warnings():
         TrainingArguments,
     )
 
+    from tailavg.core.state import read
     from tailavg.transformers import TailAverageCallback, TailAverageTrainer
 
 torch.set_num_threads(1)
@@ -119,3 +120,26 @@ def same(one, other):
 def close(one, other):
     for name, tensor in other.items():
         torch.testing.assert_close(one[name].double(), tensor.double(), rtol=0, atol=2e-7)
+
+
+def bits(tree):
+    """The bytes of tensors and arrays, in a tree that may be compared."""
+    if isinstance(tree, torch.Tensor):
+        tree = tree.numpy()
+    if isinstance(tree, np.ndarray):
+        return tree.dtype, tree.shape, tree.tobytes()
+    if isinstance(tree, dict):
+        return {name: bits(value) for name, value in tree.items()}
+    return [bits(value) for value in tree] if isinstance(tree, list | tuple) else tree
+
+
+def left(folder):
+    """What a run left in a folder, but for what has times of day or names of folders in it."""
+    found, skipped = {}, {"training_args.bin", "trainer_state.json"}
+    for path in folder.rglob("*"):
+        name = str(path.relative_to(folder))
+        if path.name == "tail_average":
+            found[name] = bits(read(path))
+        elif path.is_file() and path.parent.name != "tail_average" and path.name not in skipped:
+            found[name] = path.read_bytes()
+    return found

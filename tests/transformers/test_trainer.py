@@ -238,6 +238,34 @@ def test_the_best_model_of_checkpoints_that_have_only_models(tmp_path):
     close(seen.all[0], expected(steps, AnytimeWindow(0.5), 4))
 
 
+class Scaled(TailAverageTrainer):
+    """With a gradient scaler, as half precision has on an accelerator."""
+
+    def create_accelerator_and_postprocess(self):
+        super().create_accelerator_and_postprocess()
+        self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+
+
+def test_steps_that_a_gradient_scaler_skips_do_not_count(tmp_path):
+    model, steps = tiny(), Steps()
+    trainer = Scaled(
+        model=model,
+        args=arguments(tmp_path, max_steps=6),
+        train_dataset=tokens(),
+        callbacks=[steps],
+        tail_average=1.0,
+    )
+    model.lm_head.weight.register_hook(
+        lambda grad: grad / (trainer.state.global_step not in (1, 4))
+    )
+    trainer.train()
+    assert len(steps.all) == 6
+    assert same(steps.all[0], steps.all[1])
+    assert trainer.tail_average.count == 4
+    steps.all = [steps.all[i] for i in (0, 2, 3, 5)]
+    close(exported(trainer, tmp_path / "export"), steps.mean([0.25] * 4))
+
+
 def test_the_hub_gets_the_average(tmp_path, monkeypatch):
     trainer = make("trainer", tiny(), arguments(tmp_path, max_steps=3), 1.0)
     trainer.train()
