@@ -2,8 +2,9 @@
 
     python examples/hugging_face.py [--quick] [--folder build/hugging_face]
 
-The text is a Markov chain, so the loss of the perfect model is known. The learning rate is constant,
-and the weights jump around a good model; their average is closer to it. Then a second Trainer resumes from the middle and must end with the same average, to the bit.
+The text is a Markov chain, so the loss of the perfect model is known. The learning rate is
+constant, and the weights jump around a good model; their average is closer to it. Then a second
+Trainer resumes from the middle, and must end with the same average to the bit.
 """
 
 import argparse
