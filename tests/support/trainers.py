@@ -21,8 +21,6 @@ with warnings.catch_warnings():
     from tailavg.core.state import read
     from tailavg.transformers import TailAverageCallback, TailAverageTrainer
 
-torch.set_num_threads(1)
-
 
 def tiny(seed=0, **options):
     torch.manual_seed(seed)

@@ -2,6 +2,7 @@
 
 import os
 
+import torch
 import torch.distributed as dist
 
 from torch_processes import on_ranks
@@ -21,6 +22,7 @@ from trainers import (
 
 
 def trained(folder, resume):
+    torch.set_num_threads(1)
     rank = dist.get_rank()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ["MASTER_ADDR"] = "127.0.0.1"  # accelerate looks for it, and uses our group

@@ -6,6 +6,7 @@ import signal
 import sys
 
 import pytest
+import torch
 
 from tailavg import AnyTail, Decay
 from torch_processes import exit_code
@@ -35,6 +36,7 @@ def trainer(kind, folder, callbacks=(), seed=0, tail_average=OPTIONS, **options)
 
 
 def dies(kind, folder):
+    torch.set_num_threads(1)
     trainer(kind, folder, [Death()]).train()
 
 
@@ -68,6 +70,20 @@ def test_from_any_folder(kind, offload, unbroken, tmp_path):
     assert [name for name in kept if expected[name] != found[name]] == []
     again = [log for log in resumed.state.log_history if "eval_one_loss" in log]
     assert losses(again) == losses(logs)
+
+
+def test_after_an_exception_in_an_evaluation(unbroken, tmp_path):
+    run, fails = trainer("trainer", tmp_path), iter([False] * 5 + [True])
+    handle = run.model.register_forward_pre_hook(
+        lambda model, _: None if model.training or not next(fails, False) else 1 / 0
+    )
+    with pytest.raises(ZeroDivisionError):
+        run.train()
+    assert run.state.global_step == 6
+    handle.remove()
+    run.train(resume_from_checkpoint=True)  # the same Trainer
+    run.save_model(str(tmp_path / "export"))
+    assert left(tmp_path) == left(unbroken[0])
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no SIGKILL")
