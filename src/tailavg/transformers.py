@@ -168,7 +168,9 @@ class TailAverageMixin(Trainer):
         model: Any = self.model
         optimizer: Any = self.optimizer
         options.check(self.state.max_steps)
-        inner = getattr(optimizer, "optimizer", optimizer)
+        inner = optimizer
+        while hasattr(inner, "optimizer"):  # accelerate's wrapper, which has an eval() of its own
+            inner = inner.optimizer
         if callable(getattr(inner, "eval", None)):
             raise NotImplementedError(
                 "tail_average: expected an optimizer that leaves the weights alone in evaluations, "

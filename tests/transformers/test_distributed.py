@@ -69,5 +69,6 @@ def test_two_processes(tmp_path):
     resume = str(tmp_path / "first" / "checkpoint-8")
     one, other = on_ranks(2, trained, tmp_path, resume, seconds=300)
     assert one == other
+    assert one[0][0] == one[1][0]  # both end with the best model, of before the resume
     first, second = ((tmp_path / run / "checkpoint-12") for run in ("first", "second"))
     assert left(first) == left(second)  # the resumed run is the unbroken one
