@@ -19,13 +19,7 @@ from tailavg.torch.tracking import outside_autograd
 
 with needs("lightning"):
     from lightning.fabric.plugins import CheckpointIO
-    from lightning.pytorch import Callback, LightningModule, Trainer
-    from lightning.pytorch.strategies import (
-        DeepSpeedStrategy,
-        FSDPStrategy,
-        ModelParallelStrategy,
-        Strategy,
-    )
+    from lightning.pytorch import Callback, LightningModule, Trainer, strategies
     from lightning.pytorch.trainer.states import TrainerFn
     from lightning.pytorch.utilities import rank_zero_warn
 
@@ -33,7 +27,11 @@ __all__ = ["TailAveraging"]
 
 TRAINING = "current_model_state"  # Lightning's own name for the training weights
 AVERAGE = "tail_average"  # the state of the average, or None before the first step
-SHARDED = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)
+SHARDED = (
+    strategies.DeepSpeedStrategy,
+    strategies.FSDPStrategy,
+    strategies.ModelParallelStrategy,
+)
 OTHER_NAMES = {  # of Lightning's EMAWeightAveraging
     "every_n_steps": "update_every",
     "update_every_n_steps": "update_every",
@@ -140,6 +138,9 @@ class TailAveraging(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Give the module the averages. Checkpoints that are still to be written have both."""
+        self._finish(trainer)
+
+    def _finish(self, trainer: Trainer) -> None:
         average = self._average
         if average is not None and average.count and self._final is None:
             self._final = _copies(trainer.strategy.lightning_module_state_dict())
@@ -147,7 +148,7 @@ class TailAveraging(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The same if there was nothing left to train, as when a finished run is resumed."""
-        self.on_train_end(trainer, pl_module)
+        self._finish(trainer)
         self._detach()
         if self._final is None and self._average is not None:
             rank_zero_warn(
@@ -237,7 +238,9 @@ class TailAveraging(Callback):
         if average is None or not average.count or average.swapped or self._final is not None:
             return given
         averaged = average.averaged_state_dict(window=self.window)
-        return _with(given, {name: averaged.get(name, value) for name, value in given.items()})
+        made = copy.copy(given)  # with the versions of modules, which are in an attribute
+        made.update((name, averaged.get(name, value)) for name, value in given.items())
+        return made
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -267,7 +270,7 @@ class _WithAverages(CheckpointIO):
     It takes the place of another `CheckpointIO` during a fit.
     """
 
-    def __init__(self, callback: TailAveraging, strategy: Strategy) -> None:
+    def __init__(self, callback: TailAveraging, strategy: strategies.Strategy) -> None:
         self._callback, self._strategy = callback, strategy
         self._io = strategy.checkpoint_io
 
@@ -294,37 +297,29 @@ class _WithAverages(CheckpointIO):
 
 
 def _check_window(rule: Rule, window: Reading | None) -> None:
-    """Raise a ValueError if some window cannot be read at each step of any run."""
+    """Raise a ValueError unless the window can be read at any step, however long the run."""
     try:
         window_of(rule, window, 10**15)
-    except ValueError:
-        if not isinstance(rule, AnyTail):
-            raise
-        raise ValueError(
-            f"window: expected a fraction of at least {rule.shortest:g}, or a Decay over one, "
-            f"since {rule} is read with it at every step of the run, got {window!r}; "
-            "`average` reads other windows afterwards"
-        ) from None
-
-
-def _with(state: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    """A state dict with other values, and the versions of modules that torch has in `_metadata`."""
-    made = copy.copy(state)
-    made.update(values)
-    return made
+    except ValueError as error:
+        if isinstance(rule, AnyTail):
+            raise ValueError(
+                f"window: expected a fraction of at least {rule.shortest:g}, or a Decay over one, "
+                f"since {rule} is read with it as long as the run goes on, got {window!r}; "
+                "`average` reads other windows afterwards"
+            ) from error
+        raise
 
 
 @outside_autograd
 def _copies(state: dict[str, Any]) -> dict[str, Any]:
     """A copy of a state dict in main memory; tied tensors stay tied."""
-    made: dict[Any, Tensor] = {}
-
-    def copied(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return copy.deepcopy(value)
-        place = value.device, value.data_ptr(), value.shape, value.stride(), value.dtype
-        if place not in made:
-            made[place] = value.detach().to("cpu", copy=True)
-        return made[place]
-
-    return _with(state, {name: copied(value) for name, value in state.items()})
+    made, copies = copy.copy(state), {}
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            place = value.device, value.data_ptr(), value.shape, value.stride(), value.dtype
+            if place not in copies:
+                copies[place] = value.detach().to("cpu", copy=True)
+            made[name] = copies[place]
+        else:
+            made[name] = copy.deepcopy(value)
+    return made

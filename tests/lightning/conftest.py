@@ -8,6 +8,8 @@ WARNINGS = [  # Lightning's own
     "ignore:.*does not have many workers",
     "ignore:You defined a `validation_step` but have no `val_dataloader`",
     "ignore:Checkpoint directory .* exists and is not empty",
+    "ignore:.*was called without a model. The last model of the previous `fit`",
+    "ignore:.*there is no last checkpoint available",
 ]
 
 

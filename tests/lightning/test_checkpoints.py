@@ -8,18 +8,18 @@ from torch import nn
 
 from lightning_runs import (
     STEPS,
-    Batches,
     Net,
     Saver,
     assert_near,
     bits,
     expected,
     fit,
+    held_out,
     leaves,
     make_trainer,
     values,
 )
-from tailavg import AnytimeWindow, AnyTail, Decay
+from tailavg import AnyTail, AnytimeWindow, Decay
 from tailavg.lightning import TailAveraging
 from tailavg.torch import ParameterAverage
 
@@ -94,11 +94,11 @@ def test_after_the_fit(tmp_path):
     check(load(tmp_path / "full.ckpt"), module, 2 * STEPS)
     trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
     assert bits(load(tmp_path / "weights.ckpt")["state_dict"]) == bits(module)
-    trainer.test(module, Batches(1), verbose=False)
+    trainer.test(module, held_out(), verbose=False)
     trainer.save_checkpoint(tmp_path / "tested.ckpt")
     check(load(tmp_path / "tested.ckpt"), module, 2 * STEPS)
     # now the module has other weights, which are not those of the run
-    trainer.test(module, Batches(1), verbose=False, ckpt_path=tmp_path / "full.ckpt")
+    trainer.test(module, held_out(), verbose=False, ckpt_path=tmp_path / "full.ckpt")
     trainer.save_checkpoint(tmp_path / "other.ckpt")
     assert "current_model_state" not in load(tmp_path / "other.ckpt")
 
@@ -142,7 +142,8 @@ def test_the_best_checkpoint_is_the_best_average(tmp_path):
     for stage in ("test", "validate", "predict"):
         module.net[0].weight.data.zero_()
         run = getattr(trainer, stage)
-        found = run(module, Batches(1), ckpt_path="best")
+        quiet = {} if stage == "predict" else {"verbose": False}
+        found = run(module, held_out(), ckpt_path="best", **quiet)
         assert bits(module) == bits(again)
         assert not callback.average.swapped
         if stage == "validate":
@@ -164,6 +165,9 @@ def test_a_resume_of_another_model_is_refused(tmp_path):
         def __init__(self):
             super().__init__()
             self.more = nn.Linear(2, 2)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
 
     path = tmp_path / "saved.ckpt"
     fit(Net(), TailAveraging(0.5), Saver("on_train_batch_end", path), epochs=1)
@@ -219,6 +223,6 @@ def test_versions_of_modules_are_kept(tmp_path):
 def test_a_checkpoint_outside_a_fit_is_untouched(tmp_path):
     module = Net()
     trainer = make_trainer(TailAveraging(0.5))
-    trainer.validate(module, Batches(1), verbose=False)
+    trainer.validate(module, held_out(), verbose=False)
     trainer.save_checkpoint(tmp_path / "plain.ckpt")
     assert not {"current_model_state", "tail_average"} & load(tmp_path / "plain.ckpt").keys()

@@ -5,7 +5,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
-from lightning_runs import STEPS, Batches, Net, Saver, bits, fit, make_trainer
+from lightning_runs import STEPS, Batches, Net, Saver, bits, fit, held_out, make_trainer
 from tailavg import AnyTail
 from tailavg.lightning import TailAveraging
 
@@ -83,7 +83,7 @@ def test_a_checkpoint_that_cannot_be_written(tmp_path, monkeypatch):
 
     monkeypatch.setattr(io, "save_checkpoint", full)
     with pytest.raises(OSError, match="no space left"):
-        trainer.fit(module, Batches(), Batches(1))
+        trainer.fit(module, Batches(), held_out())
     assert bits(module) == module.last
     assert trainer.strategy.checkpoint_io is io  # ours has left
 
@@ -94,7 +94,7 @@ def test_an_exception_after_the_fit_leaves_the_averages():
     averages = bits(module)
     module.fail["validation_step"] = ValueError("as planned")
     with pytest.raises(ValueError, match="as planned"):
-        trainer.validate(module, Batches(1), verbose=False)
+        trainer.validate(module, held_out(), verbose=False)
     assert bits(module) == averages
 
 
@@ -105,5 +105,6 @@ def test_a_fit_after_a_failed_one():
         fit(module, callback)
     module.fail.clear()
     module.steps.clear()
+    module.train()
     fit(module, callback, epochs=1)
     assert callback.average.count == STEPS

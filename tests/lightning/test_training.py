@@ -7,6 +7,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.plugins import MixedPrecision
+from torch.utils.data import DataLoader
 
 from lightning_runs import (
     STEPS,
@@ -17,12 +18,13 @@ from lightning_runs import (
     bits,
     expected,
     fit,
+    held_out,
     make_trainer,
     network,
     values,
 )
 from model import weight_matrix
-from tailavg import AnytimeWindow, AnyTail, Decay, Exponential
+from tailavg import AnyTail, AnytimeWindow, Decay, Exponential
 from tailavg.lightning import TailAveraging
 
 
@@ -52,7 +54,7 @@ def test_validation_sees_the_averages_and_the_module_has_them_at_last():
 def test_every_rule(rule, window):
     module, callback = Net(), TailAveraging(rule, window=window)
     fit(module, callback, epochs=2)
-    step, seen = module.validated[-1]
+    _, seen = module.validated[-1]
     final = expected(module.steps, callback.average.weights(window))
     assert_near(seen, final)
     assert_near(module, final)
@@ -186,7 +188,7 @@ def test_a_window_is_selected_after_the_run():
     before = bits(module)
 
     def loss():
-        (found,) = trainer.validate(module, Batches(2), verbose=False)
+        (found,) = trainer.validate(module, held_out(2), verbose=False)
         return found["val_loss"]
 
     found = callback.average.select_tail(loss, [0.2, 0.5, 1.0, Decay(0.4, "cosine")])
@@ -280,7 +282,7 @@ def test_the_learning_rate_finder_comes_first_and_does_not_count(tmp_path):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="TailAveraging")
         trainer = make_trainer(callback, finder, epochs=1, default_root_dir=tmp_path)
-        trainer.fit(module, list(Batches()))
+        trainer.fit(module, DataLoader(torch.rand(STEPS, 6, 3), batch_size=None))
     assert callback.average.count == trainer.global_step == STEPS
     assert_near(module, expected(module.steps, callback.average.weights()))
 
@@ -291,13 +293,13 @@ def test_the_learning_rate_finder_comes_first_and_does_not_count(tmp_path):
 def test_options_are_checked_at_once():
     with pytest.raises(TypeError, match="got every_n_steps; use update_every"):
         TailAveraging(0.25, every_n_steps=2)
-    with pytest.raises(TypeError, match="expected options of ParameterAverage, dtype, .* got odd"):
+    with pytest.raises(TypeError, match=r"expected options of ParameterAverage, dtype, .* got odd"):
         TailAveraging(0.25, odd=2)
     with pytest.raises(ValueError, match=r"a float in \(0, 1\]"):
         TailAveraging(2.5)
     with pytest.raises(ValueError, match=r"expected a fraction of at least 0\.1.* got None"):
         TailAveraging(AnyTail())
-    with pytest.raises(ValueError, match="or a Decay over one.* got 100"):
+    with pytest.raises(ValueError, match=r"or a Decay over one.* got 100"):
         TailAveraging(AnyTail(), window=100)  # too short once there are a thousand steps
     with pytest.raises(ValueError, match="window: expected none"):
         TailAveraging(0.25, window=0.5)

@@ -1,4 +1,4 @@
-"""What the tests of `tailavg.lightning` share: a module that records its weights, and runs of it."""
+"""What the tests of `tailavg.lightning` share: a module that records its weights; runs of it."""
 
 import logging
 
@@ -42,16 +42,21 @@ def leaves(tree, path: str = "") -> dict[str, object]:
 class Batches:
     """A loader that can be resumed in the middle of an epoch; each epoch has other batches."""
 
-    def __init__(self, steps: int = STEPS, size: int = 6) -> None:
-        self.steps, self.size = steps, size
+    def __init__(self, steps: int = STEPS, size: int = 6, fixed: bool = False) -> None:
+        self.steps, self.size, self.fixed = steps, size, fixed
         self.epoch = self.at = 0
+        self.sampler, self.batch_sampler = self, None  # Lightning tells it the epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        if epoch != self.epoch and not self.fixed:
+            self.epoch, self.at = epoch, 0
 
     def __len__(self):
         return self.steps
 
     def __iter__(self):
-        if self.at == self.steps:  # the last batch was the last one asked for
-            self.epoch, self.at = self.epoch + 1, 0
+        if self.at == self.steps:
+            self.at = 0
         while self.at < self.steps:
             self.at += 1
             random = torch.Generator().manual_seed(1000 * self.epoch + self.at)
@@ -62,6 +67,11 @@ class Batches:
 
     def load_state_dict(self, state):
         self.epoch, self.at = state["epoch"], state["at"]
+
+
+def held_out(batches: int = 1) -> Batches:
+    """For validation: always the same batches."""
+    return Batches(batches, fixed=True)
 
 
 def network(seed: int = 0) -> nn.Sequential:
@@ -143,7 +153,7 @@ class Saver(Callback):
         self.path, self.step, self.weights_only = path, step, weights_only
         setattr(self, hook, self.save)
 
-    def save(self, trainer, module, *_):
+    def save(self, trainer, module, *_, **__):
         if trainer.global_step >= self.step and not self.path.exists():
             trainer.save_checkpoint(self.path, self.weights_only)
 
@@ -164,7 +174,7 @@ def make_trainer(*callbacks, epochs: int = 3, **options) -> Trainer:
 def fit(module, *callbacks, resume=None, **options) -> Trainer:
     """Train, with a validation after every epoch."""
     trainer = make_trainer(*callbacks, **options)
-    trainer.fit(module, Batches(), Batches(1), ckpt_path=resume)
+    trainer.fit(module, Batches(), held_out(), ckpt_path=resume)
     return trainer
 
 
