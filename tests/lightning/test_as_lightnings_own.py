@@ -94,15 +94,14 @@ def test_counts_and_swaps(tmp_path, batch_norm, dataset):
 def test_a_run_that_crashes_is_resumed(tmp_path, crash):
     torch.manual_seed(0)
     unbroken, dataset = Boring(), RandomDataset(32, 32)
-    broken = deepcopy(unbroken)
+    broken, saved = deepcopy(unbroken), tmp_path / "saved"
     train(unbroken, Counted(0.25), tmp_path, dataset=dataset)
     broken.crash = crash
-    keep = ModelCheckpoint(tmp_path / "saved")
     with pytest.raises(ValueError, match="as planned"):
-        train(broken, Counted(0.25), tmp_path, keep, dataset=dataset)
-    (path,) = (tmp_path / "saved").iterdir()
+        train(broken, Counted(0.25), tmp_path, ModelCheckpoint(saved), dataset=dataset)
+    (path,) = saved.iterdir()
     again = Boring.load_from_checkpoint(path, weights_only=True)  # the averages so far
-    train(again, Counted(0.25), tmp_path, ModelCheckpoint(tmp_path), dataset=dataset, resume=path)
+    train(again, Counted(0.25), tmp_path, ModelCheckpoint(saved), dataset=dataset, resume=path)
     assert bits(again) == bits(unbroken)
 
 

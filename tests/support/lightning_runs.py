@@ -151,10 +151,12 @@ class Saver(Callback):
 
     def __init__(self, hook: str, path, step: int = 1, weights_only: bool = False) -> None:
         self.path, self.step, self.weights_only = path, step, weights_only
+        self.saved = False
         setattr(self, hook, self.save)
 
     def save(self, trainer, module, *_, **__):
-        if trainer.global_step >= self.step and not self.path.exists():
+        if trainer.global_step >= self.step and not self.saved:
+            self.saved = True
             trainer.save_checkpoint(self.path, self.weights_only)
 
 
