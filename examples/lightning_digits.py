@@ -2,9 +2,9 @@
 
     python examples/lightning_digits.py [--epochs 20] [--quick]
 
-The learning rate is constant, so the last weights are noisy. Validation, the best checkpoint and the
-module at the end have the averages; the training weights are in the checkpoint, beside them. From an
-`AnyTail`, the window is chosen after the run, on the validation images.
+The learning rate is constant, so the last weights are noisy. Validation, the best checkpoint and
+the module at the end have the averages; the training weights are in the checkpoint, beside them.
+From an `AnyTail`, the window is chosen after the run, on the validation images.
 """
 
 import argparse

@@ -81,8 +81,9 @@ class TailAveraging(Callback):
         self._state: Mapping[str, Any] | None = None  # of the average, until that exists
         self._swap: ExitStack | None = None  # during validation
         self._final: dict[str, Any] | None = None  # training weights, once the run is over
+        self._tensors: dict[str, Any] = {}  # all of them, until it is sure that it is
         self._stepped = False  # whether one of several optimizers did, in this training step
-        self._handles: list[Any] = []
+        self._handles: list[Any] = []  # on optimizers, while a fit runs
 
     @property
     def average(self) -> ParameterAverage:
@@ -138,17 +139,18 @@ class TailAveraging(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Give the module the averages. Checkpoints that are still to be written have both."""
-        self._finish(trainer)
+        self._finish(trainer, pl_module)
 
-    def _finish(self, trainer: Trainer) -> None:
+    def _finish(self, trainer: Trainer, module: LightningModule) -> None:
         average = self._average
         if average is not None and average.count and self._final is None:
-            self._final = _copies(trainer.strategy.lightning_module_state_dict())
+            state = trainer.strategy.lightning_module_state_dict()
+            self._tensors, self._final = _copies(_tensors(module), state)
             average.copy_to(window=self.window)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The same if there was nothing left to train, as when a finished run is resumed."""
-        self._finish(trainer)
+        self._finish(trainer, pl_module)
         self._detach()
         if self._final is None and self._average is not None:
             rank_zero_warn(
@@ -156,22 +158,23 @@ class TailAveraging(Callback):
                 f"training weights: see update_every and start_after in {self._options}"
             )
 
+    @outside_autograd
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Give the module its training weights back, before others save a checkpoint."""
-        if self._average is None or trainer.state.fn != TrainerFn.FITTING:
-            return
-        self._swap_out()
-        if self._final is not None:
-            final, self._final = self._final, None
-            trainer.strategy.load_model_state_dict({"state_dict": final}, strict=False)
-        self._detach()
+        if self._handles:  # otherwise no fit runs
+            self._swap_out()
+            for name, tensor in _tensors(pl_module).items():
+                if name in self._tensors:
+                    tensor.copy_(self._tensors[name])
+            self._final = None
+            self._detach()
 
     def _detach(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+        self._handles, self._tensors = [], {}
 
     # Validation.
 
@@ -221,10 +224,10 @@ class TailAveraging(Callback):
                 checkpoint["state_dict"] = self._averaged(given)
                 state = average.state_dict()
             else:  # the tensors given change when the swap does
-                checkpoint["state_dict"] = _copies(given)
+                (checkpoint["state_dict"],) = _copies(given)
                 buffers = [(buffer, buffer.clone()) for buffer in pl_module.buffers()]
                 self._swap_out()
-                training = _copies(trainer.strategy.lightning_module_state_dict())
+                (training,) = _copies(trainer.strategy.lightning_module_state_dict())
                 state = average.state_dict()
                 self._swap_in(average)
                 for buffer, value in buffers:  # as validation has left them
@@ -265,10 +268,7 @@ class TailAveraging(Callback):
 
 
 class _WithAverages(CheckpointIO):
-    """Puts the averages into checkpoints with `save_weights_only`, of which no callback is told.
-
-    It takes the place of another `CheckpointIO` during a fit.
-    """
+    """In a fit, puts the averages into checkpoints of weights only: no callback is told of them."""
 
     def __init__(self, callback: TailAveraging, strategy: strategies.Strategy) -> None:
         self._callback, self._strategy = callback, strategy
@@ -292,9 +292,6 @@ class _WithAverages(CheckpointIO):
         finally:
             self._strategy.checkpoint_io = self._io
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_io"], name)
-
 
 def _check_window(rule: Rule, window: Reading | None) -> None:
     """Raise a ValueError unless the window can be read at any step, however long the run."""
@@ -310,16 +307,24 @@ def _check_window(rule: Rule, window: Reading | None) -> None:
         raise
 
 
+def _tensors(module: LightningModule) -> dict[str, Tensor]:
+    return dict(module.named_parameters()) | dict(module.named_buffers())
+
+
 @outside_autograd
-def _copies(state: dict[str, Any]) -> dict[str, Any]:
-    """A copy of a state dict in main memory; tied tensors stay tied."""
-    made, copies = copy.copy(state), {}
-    for name, value in state.items():
-        if isinstance(value, Tensor):
-            place = value.device, value.data_ptr(), value.shape, value.stride(), value.dtype
-            if place not in copies:
-                copies[place] = value.detach().to("cpu", copy=True)
-            made[name] = copies[place]
-        else:
-            made[name] = copy.deepcopy(value)
-    return made
+def _copies(*states: dict[str, Any]) -> list[dict[str, Any]]:
+    """Copies of state dicts in main memory; what is one tensor is copied once."""
+    copies: dict[Any, Tensor] = {}
+
+    def copied(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return copy.deepcopy(value)
+        place = value.device, value.data_ptr(), value.shape, value.stride(), value.dtype
+        if place not in copies:
+            copies[place] = value.detach().to("cpu", copy=True)
+        return copies[place]
+
+    found = [copy.copy(state) for state in states]
+    for state in found:
+        state.update([(name, copied(value)) for name, value in state.items()])
+    return found

@@ -15,7 +15,7 @@ def test_digits():
     found = re.findall(r"^(.*?) +([\d.]+)$", run.stdout, re.MULTILINE)
     losses = {name: float(value) for name, value in found}
     *averages, last = losses.values()
-    assert list(losses)[0] == "the last quarter"
+    assert next(iter(losses)) == "the last quarter"
     assert list(losses)[-1] == "training weights"
     assert len(averages) == 3
     assert all(0 < loss < last for loss in averages)

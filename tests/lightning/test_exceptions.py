@@ -5,7 +5,17 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
-from lightning_runs import STEPS, Batches, Net, Saver, bits, fit, held_out, make_trainer
+from lightning_runs import (
+    STEPS,
+    Batches,
+    Net,
+    Saver,
+    assert_near,
+    bits,
+    fit,
+    held_out,
+    make_trainer,
+)
 from tailavg import AnyTail
 from tailavg.lightning import TailAveraging
 
@@ -96,6 +106,44 @@ def test_an_exception_after_the_fit_leaves_the_averages():
     with pytest.raises(ValueError, match="as planned"):
         trainer.validate(module, held_out(), verbose=False)
     assert bits(module) == averages
+
+
+def test_weights_that_are_in_no_state_dict():
+    class Part(Net):
+        def state_dict(self, *args, **kwargs):
+            state = super().state_dict(*args, **kwargs)
+            return {name: x for name, x in state.items() if not name.startswith("net.3")}
+
+    module = Part()
+    module.fail["on_train_end"] = ValueError("as planned")
+    with pytest.raises(ValueError, match="as planned"):
+        fit(module, TailAveraging(0.5), epochs=2)
+    assert_near(module, module.steps[-1], rtol=0, atol=0)
+
+
+def test_a_fit_that_fails_before_it_starts_leaves_the_averages_of_the_last():
+    class Refuses(Callback):
+        def setup(self, trainer, module, stage):
+            raise ValueError("as planned")
+
+    module, callback = Net(), TailAveraging(0.5)
+    fit(module, callback, epochs=1)
+    averages = bits(module)
+    with pytest.raises(ValueError, match="as planned"):
+        fit(module, Refuses(), callback)
+    assert bits(module) == averages
+
+
+def test_a_checkpoint_after_a_failed_fit(tmp_path):
+    module, callback = Net(), TailAveraging(0.5)
+    module.fail["validation_step"] = ValueError("as planned")
+    trainer = make_trainer(callback)
+    with pytest.raises(ValueError, match="as planned"):
+        trainer.fit(module, Batches(), held_out())
+    trainer.save_checkpoint(tmp_path / "rescued.ckpt")
+    checkpoint = torch.load(tmp_path / "rescued.ckpt", weights_only=True)
+    assert bits(checkpoint["current_model_state"]) == module.last
+    assert bits(checkpoint["state_dict"]) == bits(callback.average.averaged_state_dict())
 
 
 def test_a_fit_after_a_failed_one():
