@@ -8,20 +8,20 @@ from contextlib import ExitStack
 from inspect import signature
 from typing import Any
 
-from torch import Tensor
-
 from tailavg.core.decay import Reading
 from tailavg.core.extras import needs
 from tailavg.core.rules import AnyTail, Rule, as_rule, window_of
 from tailavg.core.windows import AnyWindow
-from tailavg.torch.parameters import ParameterAverage
-from tailavg.torch.tracking import outside_autograd
 
 with needs("lightning"):
     from lightning.fabric.plugins import CheckpointIO
     from lightning.pytorch import Callback, LightningModule, Trainer, strategies
     from lightning.pytorch.trainer.states import TrainerFn
     from lightning.pytorch.utilities import rank_zero_warn
+    from torch import Tensor
+
+    from tailavg.torch.parameters import ParameterAverage
+    from tailavg.torch.tracking import outside_autograd
 
 __all__ = ["TailAveraging"]
 

@@ -1,10 +1,14 @@
 """Whatever is raised in a fit, the module has its training weights back."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
 
+from interrupts import interrupted
 from lightning_runs import (
     STEPS,
     Batches,
@@ -156,3 +160,54 @@ def test_a_fit_after_a_failed_one():
     module.train()
     fit(module, callback, epochs=1)
     assert callback.average.count == STEPS
+
+
+# An interrupt at any instruction of a hook.
+
+
+class Stopped:
+    """A fit between two hooks."""
+
+    def __init__(self) -> None:
+        self.module, self.callback = Net(), TailAveraging(AnyTail(), window=0.5)
+        optimizer = self.module.configure_optimizers()
+        strategy = SimpleNamespace(
+            checkpoint_io=None, lightning_module_state_dict=self.module.state_dict
+        )
+        state = SimpleNamespace(fn=TrainerFn.FITTING)
+        self.trainer = SimpleNamespace(strategy=strategy, optimizers=[optimizer], state=state)
+        for hook in ("setup", "on_fit_start"):
+            self.call(hook, *(["fit"] if hook == "setup" else []))
+        for batch in Batches():
+            self.module._loss(batch).backward()
+            optimizer.step()
+        self.last = bits(self.module)
+
+    def call(self, hook, *args):
+        return getattr(self.callback, hook)(self.trainer, self.module, *args)
+
+
+def validate(run):
+    run.call("on_validation_start")
+    assert bits(run.module) != run.last
+    run.call("on_validation_end")
+
+
+def save_in_validation(run):
+    run.call("on_validation_start")
+    run.call("on_save_checkpoint", {"state_dict": run.module.state_dict()})
+    assert bits(run.module) != run.last
+    run.call("on_validation_end")
+
+
+@pytest.mark.parametrize(
+    "call", [validate, save_in_validation, lambda run: run.call("on_train_end")]
+)
+def test_an_interrupt_at_any_instruction(call):
+    some = 0
+    for at, run in interrupted(Stopped, call, short=100, some=100):
+        some += 1
+        run.call("on_exception", KeyboardInterrupt())
+        assert bits(run.module) == run.last, at
+        assert not run.callback.average.swapped
+    assert some > 20

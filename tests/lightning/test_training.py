@@ -14,6 +14,7 @@ from lightning_runs import (
     Batches,
     Net,
     Plain,
+    Saver,
     assert_near,
     bits,
     expected,
@@ -148,6 +149,19 @@ def test_two_optimizers_count_once_in_each_training_step():
     fit(module, callback, epochs=2)
     assert callback.average.count == len(module.steps) == 12
     assert_near(module, expected(module.steps, callback.average.weights()))
+
+
+def test_a_checkpoint_before_our_turn_has_the_training_step_and_counts_it_once(tmp_path):
+    path = tmp_path / "saved.ckpt"
+    module, callback = TwoOptimizers(), TailAveraging(0.5)
+    fit(module, Saver("on_train_batch_end", path, 3), callback, epochs=2)
+    assert callback.average.count == len(module.steps) == 12
+    checkpoint = torch.load(path, weights_only=True)
+    assert checkpoint["tail_average"]["count"] == 2  # three steps of optimizers, in two batches
+    resumed, second = TwoOptimizers(), TailAveraging(0.5)
+    fit(resumed, second, epochs=2, resume=path)
+    assert bits(resumed) == bits(module)
+    assert second.average.count == 12
 
 
 def test_one_optimizer_counts_every_step_in_manual_optimization():
