@@ -11,6 +11,8 @@ import pytest
     ("module", "missing", "extra"),
     [
         ("tailavg.jax", "jax", "jax"),
+        ("tailavg.lightning", "lightning", "lightning"),
+        ("tailavg.lightning", "torch", "lightning"),
         ("tailavg.optax", "jax", "optax"),
         ("tailavg.optax", "optax", "optax"),
         ("tailavg.torch", "torch", "torch"),

@@ -168,7 +168,7 @@ def lightning():
 
 
 def tail_averaging(rule):
-    """The callback of docs/torch.md."""
+    """The callback of docs/lightning.md."""
     from lightning.pytorch.callbacks import WeightAveraging
 
     class TailAveraging(WeightAveraging):

@@ -1,0 +1,330 @@
+"""`TailAveraging`: a callback of Lightning that averages the weights of a module as it trains."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from contextlib import ExitStack
+from inspect import signature
+from typing import Any
+
+from tailavg.core.decay import Reading
+from tailavg.core.extras import needs
+from tailavg.core.rules import AnyTail, Rule, as_rule, window_of
+from tailavg.core.windows import AnyWindow
+
+with needs("lightning"):
+    from lightning.fabric.plugins import CheckpointIO
+    from lightning.pytorch import Callback, LightningModule, Trainer, strategies
+    from lightning.pytorch.trainer.states import TrainerFn
+    from lightning.pytorch.utilities import rank_zero_warn
+    from torch import Tensor
+
+    from tailavg.torch.parameters import ParameterAverage
+    from tailavg.torch.tracking import outside_autograd
+
+__all__ = ["TailAveraging"]
+
+TRAINING = "current_model_state"  # Lightning's own name for the training weights
+AVERAGE = "tail_average"  # the state of the average, or None before the first step
+SHARDED = (
+    strategies.DeepSpeedStrategy,
+    strategies.FSDPStrategy,
+    strategies.ModelParallelStrategy,
+)
+OTHER_NAMES = {  # of Lightning's EMAWeightAveraging
+    "every_n_steps": "update_every",
+    "update_every_n_steps": "update_every",
+    "starting_step": "start_after",
+    "update_starting_at_step": "start_after",
+    "use_buffers": "buffers",
+}
+
+
+class TailAveraging(Callback):
+    """Average the weights of a `LightningModule` while it trains.
+
+    In `fit`, validation and `state_dict` of every checkpoint have the averages, training goes on
+    from its own weights, and afterwards the module has the averages. Each step of the optimizer
+    counts, or, with several optimizers, each training step in which one of them stepped.
+
+    Args:
+        rule: As in `ParameterAverage`: `0.25` is the last quarter of the steps so far.
+        window: What to read from an `AnyTail`: a fraction, or a `Decay`.
+        options: Those of `ParameterAverage`: `update_every`, `start_after`, `include`, `offload`, …
+
+    Examples:
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(callbacks=[TailAveraging(0.25)], logger=False)
+    """
+
+    def __init__(
+        self, rule: AnyWindow | Rule, *, window: Reading | None = None, **options: Any
+    ) -> None:
+        self.rule = as_rule(rule)
+        self.window = window
+        _check_window(self.rule, window)
+        known = list(signature(ParameterAverage).parameters)[2:]
+        for name in options:
+            if name not in known:
+                instead = OTHER_NAMES.get(name)
+                raise TypeError(
+                    f"TailAveraging: expected options of ParameterAverage, {', '.join(known)}, "
+                    f"got {name}" + (f"; use {instead}" if instead else "")
+                )
+        self._options = options
+        self._forget(None)
+
+    def _forget(self, module: LightningModule | None) -> None:
+        self._module = module  # while it has the weights of the run, training ones or averages
+        self._average: ParameterAverage | None = None
+        self._state: Mapping[str, Any] | None = None  # of the average, until that exists
+        self._swap: ExitStack | None = None  # during validation
+        self._final: dict[str, Any] | None = None  # training weights, once the run is over
+        self._tensors: dict[str, Any] = {}  # all of them, until it is sure that it is
+        self._stepped = False  # whether one of several optimizers did, in this training step
+        self._handles: list[Any] = []  # on optimizers, while a fit runs
+
+    @property
+    def average(self) -> ParameterAverage:
+        """The average of the last `fit`, or of the one that runs."""
+        if self._average is None:
+            raise RuntimeError(
+                "average: expected a fit that has started in this process, got none; it is "
+                "created when `fit` starts"
+            )
+        return self._average
+
+    # The run.
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Begin anew if this is a fit."""
+        if stage != TrainerFn.FITTING:
+            return
+        self._forget(pl_module)
+        if isinstance(trainer.strategy, SHARDED):
+            raise TypeError(
+                "TailAveraging: expected a strategy whose processes hold the whole model, such as "
+                f"ddp, got {type(trainer.strategy).__name__}; use ParameterAverage in your module"
+            )
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Create the average, now that the weights have their device and precision."""
+        self._average = average = ParameterAverage(pl_module, self.rule, **self._options)
+        if self._state is not None:
+            average.load_state_dict(self._state)
+            self._state = None
+        if len(trainer.optimizers) == 1:
+            self._handles = [average.attach(trainer.optimizers[0])]
+        else:
+            self._handles = [
+                optimizer.register_step_post_hook(self._after_step)
+                for optimizer in trainer.optimizers
+            ]
+        trainer.strategy.checkpoint_io = _WithAverages(self, trainer.strategy)
+
+    def _after_step(self, optimizer: Any, *_: Any) -> None:
+        # as in ParameterAverage.attach: a fused optimizer may skip a step by itself
+        skipped = getattr(optimizer, "found_inf", None)
+        self._stepped |= skipped is None or not skipped.item()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """With several optimizers: count this training step, if one of them stepped."""
+        self._take()
+
+    def _take(self) -> None:
+        if self._stepped and self._average is not None:
+            self._stepped = False
+            self._average.update()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Give the module the averages. Checkpoints that are still to be written have both."""
+        self._finish(trainer, pl_module)
+
+    def _finish(self, trainer: Trainer, module: LightningModule) -> None:
+        average = self._average
+        if average is not None and average.count and self._final is None:
+            state = trainer.strategy.lightning_module_state_dict()
+            self._tensors, self._final = _copies(_tensors(module), state)
+            average.copy_to(window=self.window)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The same if there was nothing left to train, as when a finished run is resumed."""
+        self._finish(trainer, pl_module)
+        self._detach()
+        if self._final is None and self._average is not None:
+            rank_zero_warn(
+                "TailAveraging: expected at least one counted step, got none; the module keeps its "
+                f"training weights: see update_every and start_after in {self._options}"
+            )
+
+    @outside_autograd
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Give the module its training weights back, before others save a checkpoint."""
+        if self._handles:  # otherwise no fit runs
+            self._swap_out()
+            for name, tensor in _tensors(pl_module).items():
+                if name in self._tensors:
+                    tensor.copy_(self._tensors[name])
+            self._final = None
+            self._detach()
+
+    def _detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._tensors = [], {}
+
+    # Validation.
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """In a fit: put the training weights aside, and the averages in."""
+        average = self._average
+        if trainer.state.fn == TrainerFn.FITTING and average is not None and average.count:
+            self._swap_in(average)
+
+    def on_validation_end(self, *_: Any) -> None:
+        """Give the training weights back."""
+        self._swap_out()
+
+    def _swap_in(self, average: ParameterAverage) -> None:
+        self._swap = ExitStack()
+        self._swap.enter_context(average.average_parameters(self.window))
+
+    def _swap_out(self) -> None:
+        if self._swap is not None:
+            self._swap.close()
+            if self._average is not None and self._average.swapped:  # it was interrupted before
+                self._average.restore()
+            self._swap = None
+
+    # Checkpoints.
+
+    def state_dict(self) -> dict[str, Any]:
+        """The count, so that Lightning warns of a resume without this callback.
+
+        The rest is in the checkpoint itself, since Lightning copies what is in here.
+        """
+        return {} if self._average is None else {"count": self._average.count}
+
+    @outside_autograd
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """The averages in `state_dict`, the training weights and the average beside."""
+        if pl_module is not self._module:  # it has had other weights since the fit
+            return
+        average, given = self._average, checkpoint["state_dict"]
+        training, state = given, self._state
+        if average is not None:
+            if self._final is not None:
+                training, state = self._final, average.state_dict()
+            elif self._swap is None:
+                checkpoint["state_dict"] = self._averaged(given)
+                state = average.state_dict()
+            else:  # the tensors given change when the swap does
+                (checkpoint["state_dict"],) = _copies(given)
+                buffers = [(buffer, buffer.clone()) for buffer in pl_module.buffers()]
+                self._swap_out()
+                (training,) = _copies(trainer.strategy.lightning_module_state_dict())
+                state = average.state_dict()
+                self._swap_in(average)
+                for buffer, value in buffers:  # as validation has left them
+                    buffer.copy_(value)
+        checkpoint[TRAINING], checkpoint[AVERAGE] = training, state
+
+    def _averaged(self, given: dict[str, Any]) -> dict[str, Any]:
+        """A state dict of the module with the averages instead, if there are any."""
+        self._take()
+        average = self._average
+        if average is None or not average.count or average.swapped or self._final is not None:
+            return given
+        averaged = average.averaged_state_dict(window=self.window)
+        made = copy.copy(given)  # with the versions of modules, which are in an attribute
+        made.update((name, averaged.get(name, value)) for name, value in given.items())
+        return made
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """In a fit: go on from the training weights, and with the average."""
+        if trainer.state.fn != TrainerFn.FITTING:
+            self._module = None  # now it has the averages of that checkpoint
+            return
+        if TRAINING in checkpoint:
+            trainer.strategy.load_model_state_dict(
+                {"state_dict": checkpoint[TRAINING]}, strict=pl_module.strict_loading
+            )
+        if AVERAGE not in checkpoint:
+            rank_zero_warn(
+                "TailAveraging: expected a checkpoint that was written with TailAveraging, got "
+                "another; its weights are loaded, and the average starts with the next step"
+            )
+        elif self._average is None:
+            self._state = checkpoint[AVERAGE]
+        elif checkpoint[AVERAGE] is not None:
+            self._average.load_state_dict(checkpoint[AVERAGE])
+
+
+class _WithAverages(CheckpointIO):
+    """In a fit, puts the averages into checkpoints of weights only: no callback is told of them."""
+
+    def __init__(self, callback: TailAveraging, strategy: strategies.Strategy) -> None:
+        self._callback, self._strategy = callback, strategy
+        self._io = strategy.checkpoint_io
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        if "state_dict" in checkpoint and AVERAGE not in checkpoint:
+            averaged = self._callback._averaged(checkpoint["state_dict"])
+            checkpoint = {**checkpoint, "state_dict": averaged}
+        self._io.save_checkpoint(checkpoint, *args, **kwargs)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return self._io.load_checkpoint(*args, **kwargs)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        self._io.remove_checkpoint(path)
+
+    def teardown(self) -> None:
+        try:
+            self._io.teardown()
+        finally:
+            self._strategy.checkpoint_io = self._io
+
+
+def _check_window(rule: Rule, window: Reading | None) -> None:
+    """Raise a ValueError unless the window can be read at any step, however long the run."""
+    try:
+        window_of(rule, window, 10**15)
+    except ValueError as error:
+        if isinstance(rule, AnyTail):
+            raise ValueError(
+                f"window: expected a fraction of at least {rule.shortest:g}, or a Decay over one, "
+                f"since {rule} is read with it as long as the run goes on, got {window!r}; "
+                "`average` reads other windows afterwards"
+            ) from error
+        raise
+
+
+def _tensors(module: LightningModule) -> dict[str, Tensor]:
+    return dict(module.named_parameters()) | dict(module.named_buffers())
+
+
+@outside_autograd
+def _copies(*states: dict[str, Any]) -> list[dict[str, Any]]:
+    """Copies of state dicts in main memory; what is one tensor is copied once."""
+    copies: dict[Any, Tensor] = {}
+
+    def copied(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return copy.deepcopy(value)
+        place = value.device, value.data_ptr(), value.shape, value.stride(), value.dtype
+        if place not in copies:
+            copies[place] = value.detach().to("cpu", copy=True)
+        return copies[place]
+
+    found = [copy.copy(state) for state in states]
+    for state in found:
+        state.update([(name, copied(value)) for name, value in state.items()])
+    return found
