@@ -314,7 +314,7 @@ class TailAverage(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _iterations(self) -> int:
         """The steps of the optimizer: accumulated batches and skipped steps do not count."""
-        return int(ops.convert_to_numpy(self.model.optimizer.iterations))
+        return int(ops.convert_to_tensor(self.model.optimizer.iterations))
 
     def _require_a_sample(self, call: str) -> _Accumulators:
         if self._average is None or not self.count:
