@@ -15,7 +15,7 @@ import functools
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -28,8 +28,8 @@ from tailavg.core import state as layout
 from tailavg.core.clock import SUM, Store, clock_for
 from tailavg.core.decay import Reading
 from tailavg.core.extras import needs
-from tailavg.core.files import whole_file, whole_folder
-from tailavg.core.rules import ExactWindow, Rule, as_rule, size_of, window_of
+from tailavg.core.files import whole_folder
+from tailavg.core.rules import AnytimeWindow, ExactWindow, Rule, as_rule, size_of, window_of
 from tailavg.core.windows import AnyWindow, Reals
 
 with needs("keras"):
@@ -39,7 +39,7 @@ with needs("keras"):
 __all__ = ["TailAverage"]
 
 _GUARDED = "evaluate", "save", "save_weights"  # what fit and callbacks call while averages are in
-_AVERAGE, _WEIGHTS = "average", "weights.npz"  # in a saved folder
+_AVERAGE, _WEIGHTS = "average", "weights"  # in a saved folder
 
 
 class TailAverage(keras.callbacks.Callback):  # type: ignore[misc]
@@ -140,10 +140,9 @@ class TailAverage(keras.callbacks.Callback):  # type: ignore[misc]
 
         On exit, even after an exception, the model gets back what it held, bit for bit.
         """
-        self._require_a_sample("average_weights")
-        held = self._held()
+        average, held = self._require_a_sample("average_weights"), self._held()
         try:
-            self._write(window)
+            self._assign(average.read(self.window if window is None else window))
             yield
         finally:
             self._assign(held)
@@ -228,7 +227,7 @@ class TailAverage(keras.callbacks.Callback):  # type: ignore[misc]
         saved = {} if self.path is None else _saved(self.path)
         if now in saved:
             fresh.load(layout.read(saved[now] / _AVERAGE))
-            weights = _read_weights(saved[now] / _WEIGHTS)
+            _, weights = layout.by_name(layout.read(saved[now] / _WEIGHTS), fresh.shapes)
         elif self.count:
             raise RuntimeError(
                 f"fit: expected the model and the optimizer of this average, after {self._seen} "
@@ -244,7 +243,9 @@ class TailAverage(keras.callbacks.Callback):  # type: ignore[misc]
         self._aside, self._kept = None, []
         if now in saved:
             self._kept = [saved[now]]
-            self._assign(weights)  # a backup that came after a swap has the averages
+            self._assign(
+                map(np.array, weights.values())
+            )  # a backup that came after a swap has the averages
 
     def _save(self, path: Path) -> None:
         """Write the state whole or not at all, and keep the one before: a backup may be older."""
@@ -255,8 +256,7 @@ class TailAverage(keras.callbacks.Callback):  # type: ignore[misc]
         shutil.rmtree(folder, ignore_errors=True)  # of another run, or of one that was killed
         with whole_folder(folder) as inside:
             layout.write_folder(inside / _AVERAGE, self._average.state())
-            with whole_file(inside / _WEIGHTS) as file:
-                np.savez(file, *map(_wide, self._held()), allow_pickle=False)
+            layout.write_folder(inside / _WEIGHTS, _as_state(self._held()))
         self._kept = [*self._kept[-1:], folder]
         for other in _saved(path).values():
             if other not in self._kept:
@@ -279,11 +279,11 @@ class TailAverage(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _swap_in(self) -> bool:
         """Put the training weights aside and the averages in; False if there are none."""
-        if self._aside is not None or not self.count:
+        if self._aside is not None or self._average is None or not self.count:
             return False
         self._aside = self._held()
         try:
-            self._write(None)
+            self._assign(self._average.read(self.window))
         except BaseException:
             self.restore()
             raise
@@ -294,23 +294,15 @@ class TailAverage(keras.callbacks.Callback):  # type: ignore[misc]
         _ = self.model  # on JAX, hands the weights over
         return [_in_main_memory(variable.value) for variable in self._variables]
 
-    def _assign(self, values: Sequence[Any]) -> None:
+    def _assign(self, values: Iterable[Any]) -> None:
         _ = self.model
         for variable, value in zip(self._variables, values, strict=True):
-            variable.assign(value)
-
-    def _write(self, window: Reading | None) -> None:
-        """Write the averages into the model."""
-        _ = self.model
-        average = self._require_a_sample("average_weights")
-        window = self.window if window is None else window
-        for variable, value in zip(self._variables, average.read(window), strict=True):
             variable.assign(value)
 
     def _holds_averages(self) -> bool:
         held = self._held()
         with self.average_weights():
-            return all(map(_same, held, self._held()))
+            return all(a.tobytes() == b.tobytes() for a, b in zip(held, self._held(), strict=True))
 
     def _iterations(self) -> int:
         """The steps of the optimizer: accumulated batches and skipped steps do not count."""
@@ -331,6 +323,11 @@ class _Accumulators(Store):
         self._means: list[list[Any]] = [[] for _ in self.clock.blocks]  # [] for an empty one
         self._hold = _in_main_memory if offload else _as_it_is
         self._whole = True  # False while anything changes
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each variable, by its name in a state."""
+        return {str(i): tuple(summed.shape) for i, summed in enumerate(self._sums)}
 
     def add(self, values: list[Any]) -> None:
         """Take one sample."""
@@ -411,8 +408,7 @@ class _Accumulators(Store):
             )
         count, starts, folded = state["count"], list(state["starts"]), state["folded"]
         layout.check_steps(count, starts, folded)
-        shapes = {str(i): tuple(summed.shape) for i, summed in enumerate(self._sums)}
-        blocks, partial = layout.by_name(state, shapes)
+        blocks, partial = layout.by_name(state, self.shapes)
         self.clock.restore(count, starts, folded)
         for i, summed in enumerate(self._sums):
             self._sums[i] = _like(partial[str(i)], summed)
@@ -458,20 +454,11 @@ def _wide_dtype(variable: Any) -> str:
     return "float64" if variable.dtype == "float64" else "float32"
 
 
-def _wide(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """A dtype that NumPy can save, without a digit less."""
-    return array.astype(np.result_type(np.float32, array.dtype), copy=False)
-
-
 def _like(saved: npt.NDArray[Any], array: Any) -> Any:
     """An array from a file, as another array is."""
     return ops.convert_to_tensor(
         np.array(saved), dtype=keras.backend.standardize_dtype(array.dtype)
     )
-
-
-def _same(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> bool:
-    return one.tobytes() == other.tobytes()
 
 
 def _saved(path: Path) -> dict[int, Path]:
@@ -481,9 +468,18 @@ def _saved(path: Path) -> dict[int, Path]:
     return {int(name[1]): folder for name, folder in named if name}
 
 
-def _read_weights(path: Path) -> list[npt.NDArray[Any]]:
-    with np.load(path, allow_pickle=False) as file:
-        return [file[f"arr_{i}"] for i in range(len(file.files))]
+def _as_state(weights: list[npt.NDArray[Any]]) -> dict[str, Any]:
+    """Weights in the layout of a state, as the only sample."""
+    partial = {str(i): array for i, array in enumerate(weights)}
+    return layout.state(
+        AnytimeWindow(1),
+        dtype="float32",
+        count=1,
+        starts=[0],
+        blocks=[{}],
+        folded=0,
+        partial=partial,
+    )
 
 
 def _unguard(model: Any) -> None:

@@ -168,7 +168,7 @@ def test_without_a_sample_nothing_is_swapped():
     assert all(equal(first, other) for other in (*seen.tests, *seen.epochs, weights(made)))
     assert tail.count == 0
     for call in (tail.weights, tail.profile, lambda: tail.average_weights().__enter__()):
-        with pytest.raises(ValueError, match="at least one sample .* give this callback to fit"):
+        with pytest.raises(ValueError, match=r"at least one sample .* give this callback to fit"):
             call()
 
 

@@ -1,10 +1,17 @@
 """What the tests of `tailavg.keras` share: tiny models, data, and a record of every step."""
 
+import os
+import signal
+import sys
+from pathlib import Path
+
 import keras
 import numpy as np
 
+from tailavg import AnyTail
+from tailavg.keras import TailAverage
 
-BATCHES = 16
+BATCHES, EPOCHS = 16, 4
 X = np.random.default_rng(0).normal(size=(4 * BATCHES, 3)).astype("float32")
 Y = X.sum(axis=1, keepdims=True) + 0.5
 
@@ -130,3 +137,12 @@ def walk(tail, steps, shape=(5,), seed=0):
     return samples, held([variable])[0]
 
 
+def callbacks(folder: Path, *others, swap=False, last=()):
+    """An average and a backup, and others between and after them."""
+    tail = TailAverage(AnyTail(6), 0.3, swap_on_epoch=swap, path=folder / "average")
+    return [tail, *others, keras.callbacks.BackupAndRestore(str(folder / "backup")), *last]
+
+
+if __name__ == "__main__":  # a run that is killed
+    kill = At("train", 2, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    fit(model(norm=True), *callbacks(Path(sys.argv[1]), last=(kill,)), epochs=EPOCHS)
