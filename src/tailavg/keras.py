@@ -159,7 +159,7 @@ class TailAverage(keras.callbacks.Callback):  # type: ignore[misc]
         """Guard the model: what is raised while it holds the averages brings its weights back."""
         model = self.model
         other: Any = getattr(vars(model).get(_GUARDED[0]), "guard", self)
-        if other is not self and other.params is self.params:
+        if other is not self and other.params is self.params is not None:
             raise ValueError(
                 "callbacks: expected one TailAverage, got two, of which neither could tell the "
                 "averages of the other from training weights; an AnyTail reads many windows"
@@ -243,9 +243,8 @@ class TailAverage(keras.callbacks.Callback):  # type: ignore[misc]
         self._aside, self._kept = None, []
         if now in saved:
             self._kept = [saved[now]]
-            self._assign(
-                map(np.array, weights.values())
-            )  # a backup that came after a swap has the averages
+            # a backup that was made after a swap has the averages
+            self._assign(map(np.array, weights.values()))
 
     def _save(self, path: Path) -> None:
         """Write the state whole or not at all, and keep the one before: a backup may be older."""
