@@ -15,6 +15,7 @@ os.environ["XLA_FLAGS"] = (
     f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("KERAS_BACKEND", "torch")  # tests/keras/test_jax.py has the other one
 
 settings.register_profile(
     "tailavg", derandomize=True, database=None, deadline=None, max_examples=50, print_blob=False

@@ -1,0 +1,487 @@
+"""`TailAverage`: the average of a Keras model's weights while `fit` trains it.
+
+    end of a batch   one sample, if the optimizer has made a step
+    validation       the averages are in the model; then the training weights again
+    end of an epoch  the state is written; with `swap_on_epoch` the averages stay until the next one
+    end of fit       the averages stay
+
+On both backends arrays stay where the model is, and only operators that torch and JAX share touch
+them. On JAX, `fit` keeps the weights to itself; `Callback.model` makes it hand them over.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from tailavg.core import profile as profiles
+from tailavg.core import state as layout
+from tailavg.core.clock import SUM, Store, clock_for
+from tailavg.core.decay import Reading
+from tailavg.core.extras import needs
+from tailavg.core.files import whole_folder
+from tailavg.core.rules import AnytimeWindow, ExactWindow, Rule, as_rule, size_of, window_of
+from tailavg.core.windows import AnyWindow, Reals
+
+with needs("keras"):
+    import keras
+    from keras import ops
+
+__all__ = ["TailAverage"]
+
+_GUARDED = "evaluate", "save", "save_weights"  # what fit and callbacks call while averages are in
+_AVERAGE, _WEIGHTS = "average", "weights"  # in a saved folder
+
+
+class TailAverage(keras.callbacks.Callback):  # type: ignore[misc]
+    """Average the weights that `fit` trains: put it first in its list of callbacks.
+
+    Each step of the optimizer is a sample. Validation sees the averages, and after `fit` the model
+    holds them; `restore` brings the training weights back. Variables that are not trained, such as
+    the moving statistics of BatchNorm, are not averaged: they stay as training left them.
+
+    Args:
+        rule: A number (an int n for the last n steps, a float in (0, 1] for the last fraction of
+            them), a window or a rule.
+        window: What an `AnyTail` is read with: a window or a `Decay`. Other rules have their own.
+        swap_on_epoch: Whether the averages stay in the model from the end of an epoch to the
+            beginning of the next, as in `SwapEMAWeights`: then callbacks that come after this one,
+            such as `ModelCheckpoint` and `EarlyStopping`, save what was validated.
+        path: A folder for the state, written at the end of each epoch, to resume together with
+            `BackupAndRestore`. Not inside the folder of that one, which is deleted in the end.
+        moving_statistics: Whether to average floating point variables that are not trained, too.
+        offload: `"cpu"` keeps all but the sum, which alone is touched by every step, in main
+            memory. No bit of any result depends on it.
+
+    Examples:
+        >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        >>> model.compile("sgd", "mse")
+        >>> tail = TailAverage(0.25)  # the last quarter of the steps
+        >>> x = np.arange(32.0)[:, None] / 32
+        >>> _ = model.fit(x, 2 * x, batch_size=4, epochs=3, verbose=0, callbacks=[tail])
+        >>> tail.count, tail.size
+        (24, 6.0)
+    """
+
+    def __init__(
+        self,
+        rule: AnyWindow | Rule,
+        window: Reading | None = None,
+        *,
+        swap_on_epoch: bool = False,
+        path: str | os.PathLike[str] | None = None,
+        moving_statistics: bool = False,
+        offload: Literal["cpu"] | None = None,
+    ) -> None:
+        super().__init__()
+        if keras.backend.backend() not in ("torch", "jax"):
+            raise RuntimeError(
+                "keras: expected the torch or the jax backend, got "
+                f"{keras.backend.backend()}; set KERAS_BACKEND before keras is imported"
+            )
+        self.rule = as_rule(rule)
+        if isinstance(self.rule, ExactWindow):
+            raise TypeError(
+                f"rule: expected one that holds a few averages, got {self.rule}, which holds every "
+                "sample; AnytimeWindow has the same variance"
+            )
+        window_of(self.rule, window, 1)
+        if offload not in (None, "cpu"):
+            raise ValueError(f"offload: expected 'cpu' or None, got {offload!r}")
+        self.window = window
+        self.swap_on_epoch = swap_on_epoch
+        self.path = None if path is None else Path(path)
+        self._moving_statistics = moving_statistics
+        self._offload = offload == "cpu"
+        self._average: _Accumulators | None = None
+        self._variables: list[Any] = []
+        self._seen = 0  # the optimizer's iterations at the last sample, or at the start
+        self._begun = False  # whether this fit has come to its first epoch
+        self._testing = False
+        self._aside: list[Any] | None = None  # the training weights, while the averages are in
+        self._kept: list[Path] = []  # the states of this run on disk
+
+    # What the average is.
+
+    @property
+    def count(self) -> int:
+        """The number of samples so far, t."""
+        return self._average.clock.count if self._average else 0
+
+    @property
+    def size(self) -> float:
+        """The size of the window, k_t. `profile` has the effective size."""
+        return size_of(self.rule, self.window, self.count)
+
+    def weights(self, window: Reading | None = None) -> Reals:
+        """The weight of each of the `count` samples, oldest first."""
+        return profiles.dense_weights(self.rule, *self._blocks("weights", window))
+
+    def profile(self, window: Reading | None = None) -> profiles.Profile:
+        """A summary of the weights: effective size, mean age, oldest age."""
+        return profiles.profile(self.rule, *self._blocks("profile", window))
+
+    def _blocks(self, call: str, window: Reading | None) -> tuple[list[int], int, Reading | None]:
+        clock = self._require_a_sample(call).clock
+        return clock.starts, clock.count, self.window if window is None else window
+
+    @contextmanager
+    def average_weights(self, window: Reading | None = None) -> Iterator[None]:
+        """A context in which the model has the averages; an `AnyTail` may be read with any window.
+
+        On exit, even after an exception, the model gets back what it held, bit for bit.
+        """
+        average, held = self._require_a_sample("average_weights"), self._held()
+        try:
+            self._assign(average.read(self.window if window is None else window))
+            yield
+        finally:
+            self._assign(held)
+
+    def restore(self) -> None:
+        """Give the model its training weights back, if it holds the averages."""
+        if self._aside is not None:
+            self._assign(self._aside)
+            self._aside = None
+
+    # What Keras calls.
+
+    def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
+        """Guard the model: what is raised while it holds the averages brings its weights back."""
+        model = self.model
+        other: Any = getattr(vars(model).get(_GUARDED[0]), "guard", self)
+        if other is not self and other.params is self.params is not None:
+            raise ValueError(
+                "callbacks: expected one TailAverage, got two, of which neither could tell the "
+                "averages of the other from training weights; an AnyTail reads many windows"
+            )
+        _unguard(model)
+        for name in _GUARDED:
+            setattr(model, name, self._guarded(getattr(model, name)))
+        self._begun = self._testing = False
+
+    def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """Begin, or resume: by now `BackupAndRestore` has loaded what it has. Swap back."""
+        if not self._begun:
+            self._begin()
+            self._begun = True
+        self.restore()
+
+    def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """Take the weights as a sample, unless gradients were only accumulated, or skipped."""
+        iterations = self._iterations()
+        if iterations != self._seen and self._average is not None:
+            self._average.add([variable.value for variable in self._variables])
+            self._seen = iterations
+
+    def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
+        """Swap the averages in, if there are any."""
+        if self._begun and self._aside is None:
+            self._testing = self._swap_in()
+
+    def on_test_end(self, logs: Mapping[str, Any] | None = None) -> None:
+        """Swap back."""
+        if self._testing:
+            self._testing = False
+            self.restore()
+
+    def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """Write the state, before `BackupAndRestore` writes its own; swap, if asked for."""
+        if self.path is not None and self.count:
+            self._save(self.path)
+        if self.swap_on_epoch:
+            self._swap_in()
+
+    def on_train_end(self, logs: Mapping[str, Any] | None = None) -> None:
+        """Leave the averages in the model."""
+        _unguard(self.model)
+        self._swap_in()
+        self._begun = False
+
+    # How a run begins.
+
+    def _begin(self) -> None:
+        """Go on with this average, or with one on disk, or begin another."""
+        model = self.model
+        variables = list(model.trainable_variables)
+        if self._moving_statistics:
+            variables += [v for v in model.non_trainable_variables if "float" in v.dtype]
+        if not variables:
+            raise ValueError("model: expected variables to train, got none; are all frozen?")
+        now = self._iterations()
+        goes_on = bool(self.count) and now == self._seen
+        if goes_on and list(map(id, variables)) == list(map(id, self._variables)):
+            if self._aside is not None and not self._holds_averages():
+                self._aside = None  # the weights were changed since, and are to be trained
+            return
+        fresh = _Accumulators(self.rule, variables, self._offload)
+        saved = {} if self.path is None else _saved(self.path)
+        if now in saved:
+            fresh.load(layout.read(saved[now] / _AVERAGE))
+            _, weights = layout.by_name(layout.read(saved[now] / _WEIGHTS), fresh.shapes)
+        elif self.count:
+            raise RuntimeError(
+                f"fit: expected the model and the optimizer of this average, after {self._seen} "
+                f"iterations, got another one, or after {now}; make a new TailAverage for a new run"
+            )
+        elif now and saved:
+            raise ValueError(
+                f"path: expected a state after {now} iterations, where the optimizer is, got those "
+                f"after {sorted(saved)} in {self.path}; put TailAverage before BackupAndRestore, "
+                "and give another path to begin a new average"
+            )
+        self._average, self._variables, self._seen = fresh, variables, now
+        self._aside, self._kept = None, []
+        if now in saved:
+            self._kept = [saved[now]]
+            # a backup that was made after a swap has the averages
+            self._assign(map(np.array, weights.values()))
+
+    def _save(self, path: Path) -> None:
+        """Write the state whole or not at all, and keep the one before: a backup may be older."""
+        folder = path / f"iteration-{self._seen}"
+        if folder in self._kept or self._average is None:
+            return
+        path.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)  # of another run, or of one that was killed
+        with whole_folder(folder) as inside:
+            layout.write_folder(inside / _AVERAGE, self._average.state())
+            layout.write_folder(inside / _WEIGHTS, _as_state(self._held()))
+        self._kept = [*self._kept[-1:], folder]
+        for other in _saved(path).values():
+            if other not in self._kept:
+                shutil.rmtree(other, ignore_errors=True)
+
+    # How weights are swapped.
+
+    def _guarded(self, call: Any) -> Any:
+        @functools.wraps(call)
+        def guarded(*args: Any, **options: Any) -> Any:
+            try:
+                return call(*args, **options)
+            except BaseException:
+                self._testing = False
+                self.restore()
+                raise
+
+        guarded.guard = self  # type: ignore[attr-defined]
+        return guarded
+
+    def _swap_in(self) -> bool:
+        """Put the training weights aside and the averages in; False if there are none."""
+        if self._aside is not None or self._average is None or not self.count:
+            return False
+        self._aside = self._held()
+        try:
+            self._assign(self._average.read(self.window))
+        except BaseException:
+            self.restore()
+            raise
+        return True
+
+    def _held(self) -> list[npt.NDArray[Any]]:
+        """What the model holds, in main memory."""
+        _ = self.model  # on JAX, hands the weights over
+        return [_in_main_memory(variable.value) for variable in self._variables]
+
+    def _assign(self, values: Iterable[Any]) -> None:
+        _ = self.model
+        for variable, value in zip(self._variables, values, strict=True):
+            variable.assign(value)
+
+    def _holds_averages(self) -> bool:
+        held = self._held()
+        with self.average_weights():
+            return all(a.tobytes() == b.tobytes() for a, b in zip(held, self._held(), strict=True))
+
+    def _iterations(self) -> int:
+        """The steps of the optimizer: accumulated batches and skipped steps do not count."""
+        return int(ops.convert_to_tensor(self.model.optimizer.iterations))
+
+    def _require_a_sample(self, call: str) -> _Accumulators:
+        if self._average is None or not self.count:
+            raise layout.nothing_yet(call, "; give this callback to fit() first")
+        return self._average
+
+
+class _Accumulators(Store):
+    """A sum and a few means of each variable. Variables go by their order, from "0" on."""
+
+    def __init__(self, rule: Rule, variables: Sequence[Any], offload: bool) -> None:
+        self.clock = clock_for(rule)
+        self._sums = [ops.zeros_like(v.value, dtype=_wide_dtype(v)) for v in variables]
+        self._means: list[list[Any]] = [[] for _ in self.clock.blocks]  # [] for an empty one
+        self._hold = _in_main_memory if offload else _as_it_is
+        self._whole = True  # False while anything changes
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each variable, by its name in a state."""
+        return {str(i): tuple(summed.shape) for i, summed in enumerate(self._sums)}
+
+    def add(self, values: list[Any]) -> None:
+        """Take one sample."""
+        self._require_whole()
+        self._whole = False
+        self.clock.prepare(self)
+        factor = self.clock.factor
+        self._sums = _add(self._sums, values, None if factor == 1.0 else factor)
+        self.clock.count += 1
+        self._whole = True
+
+    def fold(self, total: float, weight: float, carry: float) -> None:
+        """See `Store`, and `tailavg.numpy.arithmetic.joined`."""
+        joint = []
+        for i, summed in enumerate(self._sums):
+            own = summed / total
+            if weight == 1.0:
+                joint.append(self._hold(own))
+                self._sums[i] = ops.zeros_like(summed)
+                continue
+            mean = ops.convert_to_tensor(self._means[-1][i])
+            step = (own - mean) * weight
+            new = mean + step
+            lost = (step - (new - mean)) * carry
+            finite = ops.isfinite(lost)  # there is no difference of infinities
+            joint.append(self._hold(ops.where(finite, new, mean * (1 - weight) + own * weight)))
+            self._sums[i] = ops.where(finite, lost, ops.zeros_like(lost))
+        self._means[-1] = joint
+
+    def turn(self, gone: int, weight: float) -> None:
+        """See `Store`."""
+        means = self._means
+        if weight:
+            for i, other in enumerate(means[gone]):
+                mean, other = map(ops.convert_to_tensor, (means[gone - 1][i], other))
+                means[gone - 1][i] = self._hold(mean * (1 - weight) + other * weight)
+        self._means = [*means[:gone], *means[gone + 1 :], []]
+        self._sums = [ops.zeros_like(summed) for summed in self._sums]
+
+    def read(self, window: Reading | None) -> Iterator[Any]:
+        """The average of each variable, one after the other: always a new array."""
+        self._require_whole()
+        terms = self.clock.terms(window)
+        for i, summed in enumerate(self._sums):
+            yield sum(
+                weight * (summed if block == SUM else ops.convert_to_tensor(self._means[block][i]))
+                for weight, block in terms
+            )
+
+    def state(self) -> dict[str, Any]:
+        """The state in the layout of `tailavg.core.state`."""
+        self._require_whole()
+        partial = {str(i): _in_main_memory(summed) for i, summed in enumerate(self._sums)}
+        nothing = {name: np.zeros_like(summed) for name, summed in partial.items()}
+        starts = self.clock.starts
+        blocks = [
+            {str(i): _in_main_memory(mean) for i, mean in enumerate(means)} or nothing
+            for means in self._means[len(self._means) - len(starts) :]
+        ]
+        return layout.state(
+            self.clock.rule,
+            dtype="float32",
+            count=self.clock.count,
+            starts=starts,
+            blocks=blocks,
+            folded=self.clock.folded,
+            partial=partial,
+        )
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Resume from a state."""
+        layout.check_nan_policy(state)
+        rule = layout.rule_from(state["rule"])
+        if rule != self.clock.rule or state["dtype"] != "float32":
+            raise ValueError(
+                f"state: expected {self.clock.rule} in float32, got {rule} in {state['dtype']}; "
+                "create the TailAverage with that rule, or give another path"
+            )
+        count, starts, folded = state["count"], list(state["starts"]), state["folded"]
+        layout.check_steps(count, starts, folded)
+        blocks, partial = layout.by_name(state, self.shapes)
+        self.clock.restore(count, starts, folded)
+        for i, summed in enumerate(self._sums):
+            self._sums[i] = _like(partial[str(i)], summed)
+        empty: list[list[Any]] = [[] for _ in range(len(self._means) - len(blocks))]
+        self._means = empty + [
+            [self._hold(_like(block[str(i)], summed)) for i, summed in enumerate(self._sums)]
+            for block in blocks
+        ]
+
+    def _require_whole(self) -> None:
+        if not self._whole:
+            raise RuntimeError(
+                "the average is not whole: an update was interrupted half-way; resume from a "
+                "backup with a new TailAverage"
+            )
+
+
+def _add(sums: list[Any], values: list[Any], factor: float | None) -> list[Any]:
+    """The sums with the values added; torch adds in place, and JAX if the sums are donated."""
+    added = []
+    for total, value in zip(sums, values, strict=True):
+        wide = ops.cast(ops.stop_gradient(value), total.dtype)
+        total += wide if factor is None else wide * factor
+        added.append(total)
+    return added
+
+
+if keras.backend.backend() == "jax":
+    import jax
+
+    _add = jax.jit(_add, donate_argnums=0)  # one call, not one for each variable
+
+
+def _as_it_is(array: Any) -> Any:
+    return array
+
+
+def _in_main_memory(array: Any) -> npt.NDArray[Any]:
+    return np.array(ops.convert_to_numpy(array))  # never the memory of the array itself
+
+
+def _wide_dtype(variable: Any) -> str:
+    return "float64" if variable.dtype == "float64" else "float32"
+
+
+def _like(saved: npt.NDArray[Any], array: Any) -> Any:
+    """An array from a file, as another array is."""
+    return ops.convert_to_tensor(
+        np.array(saved), dtype=keras.backend.standardize_dtype(array.dtype)
+    )
+
+
+def _saved(path: Path) -> dict[int, Path]:
+    """The saved states, by the iterations of the optimizer."""
+    found = path.glob("iteration-*") if path.is_dir() else ()
+    named = ((re.fullmatch(r"iteration-(\d+)", folder.name), folder) for folder in found)
+    return {int(name[1]): folder for name, folder in named if name}
+
+
+def _as_state(weights: list[npt.NDArray[Any]]) -> dict[str, Any]:
+    """Weights in the layout of a state, as the only sample."""
+    partial = {str(i): array for i, array in enumerate(weights)}
+    return layout.state(
+        AnytimeWindow(1),
+        dtype="float32",
+        count=1,
+        starts=[0],
+        blocks=[{}],
+        folded=0,
+        partial=partial,
+    )
+
+
+def _unguard(model: Any) -> None:
+    for name in _GUARDED:
+        if hasattr(vars(model).get(name), "guard"):
+            delattr(model, name)
