@@ -26,41 +26,48 @@ def run(heading, **names):
     return names
 
 
-def test_lightning(tmp_path):
+@pytest.fixture(autouse=True)
+def others_may_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        lightning = pytest.importorskip("lightning")
+        yield
 
-        class Module(lightning.LightningModule):
-            def __init__(self):
-                super().__init__()
-                self.layer = nn.Linear(3, 1)
 
-            def training_step(self, batch, _):
-                return (self.layer(batch) - batch.sum(1, keepdim=True)).square().mean()
+def test_lightning(tmp_path):
+    import lightning
 
-            def configure_optimizers(self):
-                return torch.optim.SGD(self.parameters(), lr=0.1)
+    from tailavg.lightning import TailAveraging
 
-        torch.manual_seed(0)
-        module, data = Module(), torch.utils.data.DataLoader(torch.randn(64, 3), batch_size=4)
-        trainer = lightning.Trainer(
-            max_epochs=3,
-            accelerator="cpu",
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=tmp_path,
-        )
-        names = run(
-            "Lightning",
-            Callback=lightning.Callback,
-            trainer=trainer,
-            module=module,
-            data=data,
-            validation_loss=lambda module: (module.layer.weight - 1).square().sum().item(),
-        )
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 1)
+
+        def training_step(self, batch, _):
+            return (self.layer(batch) - batch.sum(1, keepdim=True)).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    torch.manual_seed(0)
+    module, data = Module(), torch.utils.data.DataLoader(torch.randn(64, 3), batch_size=4)
+    options = {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "default_root_dir": tmp_path,
+    }
+    names = run(
+        "Lightning",
+        Trainer=lightning.Trainer,
+        TailAveraging=TailAveraging,
+        options=options,
+        module=module,
+        data=data,
+        validation_loss=lambda module: (module.layer.weight - 1).square().sum().item(),
+    )
     average, found = names["tails"].average, names["found"]
     assert average.count == 48
     assert len(found.scores) == 8
@@ -70,33 +77,28 @@ def test_lightning(tmp_path):
 
 def test_hugging_face(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import transformers
+    import transformers
 
-        config = transformers.GPT2Config(
-            n_layer=1, n_head=1, n_embd=8, vocab_size=16, n_positions=8
-        )
-        torch.manual_seed(0)
-        model = transformers.GPT2LMHeadModel(config)
-        tokens = torch.randint(16, (40, 8))
-        names = run(
-            "Hugging Face",
-            TrainerCallback=transformers.TrainerCallback,
-            Trainer=transformers.Trainer,
-            TrainingArguments=lambda **options: transformers.TrainingArguments(
-                report_to="none", disable_tqdm=True, use_cpu=True, gradient_accumulation_steps=2,
-                save_strategy="no", **options,
-            ),
-            model=model,
-            folder=str(tmp_path),
-            data=[{"input_ids": row, "labels": row} for row in tokens],
-        )  # fmt: skip
-        saved = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "averaged")
-    average = names["tails"].average
+    from tailavg.transformers import TailAverageTrainer
+
+    config = transformers.GPT2Config(n_layer=1, n_head=1, n_embd=8, vocab_size=16, n_positions=8)
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(config)
+    tokens = torch.randint(16, (40, 8))
+    names = run(
+        "Hugging Face",
+        TailAverageTrainer=TailAverageTrainer,
+        TrainingArguments=lambda folder, **options: transformers.TrainingArguments(
+            folder, report_to="none", disable_tqdm=True, use_cpu=True, save_strategy="no",
+            gradient_accumulation_steps=2, **options,
+        ),
+        model=model,
+        folder=str(tmp_path),
+        data=[{"input_ids": row, "labels": row} for row in tokens],
+    )  # fmt: skip
+    average = names["trainer"].tail_average
     assert average.count == 40  # and not 80
+    got = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "averaged").state_dict()
     expected = average.averaged_state_dict(window=Decay(0.2, "cosine"))
-    got = saved.state_dict()
     assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
     assert not torch.equal(got["lm_head.weight"], model.lm_head.weight)
