@@ -160,7 +160,7 @@ class TailAverageMixin(Trainer):
     def _start_averaging(self, checkpoint: str | None) -> None:
         for flag, name in _REFUSED.items():
             if getattr(self, flag, False):
-                raise NotImplementedError(
+                raise ValueError(
                     f"tail_average: expected whole parameters in each process, got {name}; "
                     "average with tailavg.torch.ParameterAverage in a loop of your own"
                 )
@@ -172,7 +172,7 @@ class TailAverageMixin(Trainer):
         while hasattr(inner, "optimizer"):  # accelerate's wrapper, which has an eval() of its own
             inner = inner.optimizer
         if callable(getattr(inner, "eval", None)):
-            raise NotImplementedError(
+            raise ValueError(
                 "tail_average: expected an optimizer that leaves the weights alone in evaluations, "
                 f"got {type(inner).__name__}, whose eval() changes them; it averages by itself"
             )
