@@ -7,7 +7,6 @@ checkpoint while others are computed. Memory is that of a few pieces.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -32,11 +31,11 @@ Term = tuple[Checkpoint, Sequence[float]]
 PIECE = 2**18
 """How many numbers a thread reads at once, for all outputs together."""
 
-BLOCK = 2**15
-"""How many of them it adds at once: few enough for the cache."""
+BLOCK = 2**17
+"""How many of them it adds at once: enough that threads do not wait for Python's lock."""
 
-THREADS = 4
-"""The most threads: more would wait for memory."""
+THREADS = 2
+"""The most threads: one computes while another reads. More would wait for Python's lock."""
 
 UINT = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 
@@ -82,7 +81,7 @@ class Plan:
             for checkpoint, its in zip(checkpoints, every, strict=True)
             if any(its)
         ]
-        self._threads = newest.threads(min(THREADS, 2 * (os.cpu_count() or 1)))  # some wait
+        self._threads = newest.threads(THREADS)
         self._most = max(BLOCK, PIECE // len(outputs))
 
     def used(self, output: Path) -> list[Path]:
@@ -233,9 +232,7 @@ class _Wide:
         single = self._single[: len(block)]
         if block.itemsize == 1:
             return np.take(self._table, block.view(np.uint8), out=single)
-        bits = single.view(np.uint32)  # a bfloat16 is the upper half of a float32
-        bits[...] = block.view(np.uint16)
-        np.left_shift(bits, 16, out=bits)
+        single[...] = block
         return single
 
 
@@ -312,25 +309,11 @@ def _round(numbers: Reals, out: Piece) -> None:
         return
     # dtypes that NumPy lacks, by way of float32
     single = numbers.astype(np.float32)
-    if out.itemsize == 1:
-        _cut_to_odd(numbers, single, slice(None))
-        out[...] = single
-        return
-    bits = single.view(np.uint32)
-    low = bits & 0xFFFF
-    unclear = low == 0x8000  # halfway between two bfloat16, or close to it
-    unclear &= single != numbers
-    if unclear.any():
-        _cut_to_odd(numbers, single, unclear)
-    nan = np.isnan(single)
-    np.right_shift(bits, 16, out=low)
-    low &= 1
-    bits += low
-    bits += 0x7FFF
-    np.right_shift(bits, 16, out=bits)
-    out.view(np.uint16)[...] = bits
-    if nan.any():
-        out.view(np.uint16)[nan] = 0x7FC0
+    unclear: Any = slice(None)
+    if out.itemsize == 2:  # halfway between two bfloat16, or close to it
+        unclear = np.flatnonzero(single.view(np.uint32) & 0xFFFF == 0x8000)
+    _cut_to_odd(numbers, single, unclear)
+    out[...] = single
 
 
 def _cut_to_odd(numbers: Reals, single: Piece, where: Any) -> None:

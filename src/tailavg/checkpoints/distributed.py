@@ -131,7 +131,7 @@ class Distributed(Checkpoint):
         return max(1, min(most, self._room() // max(1, (1 + HELD) * self._largest())))
 
     def sizes(self) -> tuple[int, int]:
-        return super().sizes()[0], self.threads(4) * self._largest()
+        return super().sizes()[0], self.threads(2) * self._largest()
 
     def _axis(self, key: Hashable) -> tuple[int, int]:
         """The first axis of a chunk that can be cut, and its size."""
