@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from commands import COMMANDS, TAILAVG, run_folder
+from tailavg.cli import _outcome
+from tailavg.core import signals
 
 __all__ = ["run_folder"]
 
@@ -83,3 +85,19 @@ def test_a_signal_in_a_finaliser():
         "time.sleep(60)\n"
     )
     assert (process.returncode, process.stderr) == (143, "")
+
+
+def test_a_signal_that_a_library_makes_an_error_of(monkeypatch, capsys):
+    """As matplotlib does, whose code in C++ asks Python for numbers."""
+    monkeypatch.setattr(signals, "_arrived", signal.SIGTERM)
+    monkeypatch.setattr(signals, "_stopped", None)
+
+    def library():
+        try:
+            signals.act(signals.Act.stop)
+        except signals.Stopped:
+            raise ValueError("Invalid bounding box") from None
+
+    monkeypatch.setattr(signals, "_act", signals.Act.leave)
+    assert _outcome(library) == 143
+    assert capsys.readouterr().err == ""

@@ -154,7 +154,10 @@ def test_a_run_that_is_killed_twice_is_the_unbroken_one_to_the_bit(tmp_path):
         folder.mkdir()
     run(unbroken)
     killed = subprocess.run(
-        [sys.executable, "-W", "ignore", __file__, broken], capture_output=True, text=True
+        [sys.executable, "-W", "ignore", __file__, broken],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
     )
     assert killed.returncode == 0, killed.stderr
     one, other = (

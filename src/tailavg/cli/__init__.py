@@ -77,6 +77,8 @@ def _outcome(do: Callable[[], None]) -> int:
     except MemoryError:
         say("expected enough memory for this, got too little")
     except Exception as error:
+        if (code := signals.stopped()) is not None:
+            return code
         if sys.flags.dev_mode:
             raise
         say(f"{error!r}, which is a fault of tailavg; `python -X dev -m tailavg` shows where")

@@ -8,7 +8,7 @@ import sys
 from enum import Enum
 from time import monotonic
 
-__all__ = ["Act", "Stopped", "act", "arrived", "begin", "end"]
+__all__ = ["Act", "Stopped", "act", "arrived", "begin", "end", "stopped"]
 
 SIGNALS = [
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
@@ -34,6 +34,7 @@ class Act(Enum):
 _act = Act.leave
 _arrived: int | None = None
 _last = -AGAIN
+_stopped: int | None = None
 
 
 def begin() -> None:
@@ -66,6 +67,11 @@ def arrived() -> int | None:
     return _arrived
 
 
+def stopped() -> int | None:
+    """The exit code if `Stopped` was raised, which a library may have made another exception of."""
+    return _stopped
+
+
 def _handle(number: int, _: object) -> None:
     global _arrived, _last
     now = monotonic()
@@ -79,8 +85,10 @@ def _handle(number: int, _: object) -> None:
 
 
 def _raise() -> None:
+    global _stopped
     assert _arrived is not None
-    raise Stopped(128 + _arrived)
+    _stopped = 128 + _arrived
+    raise Stopped(_stopped)
 
 
 def _again(unraisable: sys.UnraisableHookArgs) -> None:
