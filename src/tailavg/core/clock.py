@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 
@@ -59,6 +60,10 @@ SUM = -1
 
 _SHARED = 8 * FOLD  # steps whose decays are computed at once
 _TURNS, _MERGES = 300, 100  # that are replayed to check a state: they take a millisecond
+
+
+Run = tuple[int, int, int]
+"""Samples between events: see `BlockClock.runs`."""
 
 
 class Store(ABC):
@@ -245,11 +250,55 @@ class BlockClock(Clock):
         The oldest block that has a weight (-1 if that is the open one), the start of the block
         after it, since which all samples weigh alike, and the first step at which that is not so.
         """
-        t = self.count + ahead
-        for block, start in enumerate(self.blocks[1:]):
-            if t < (enough := window.filled_at(start)):
-                return block, start, enough
-        return -1, self.blocks[-1], NEVER
+        return _split(self.blocks, self.count + ahead, window)
+
+    def runs(self, end: int, window: Window) -> Iterator[tuple[list[Run], int]]:
+        """Go to step `end`. On the way, runs of samples between events; how often they repeat.
+
+        Of a run: how many samples; the oldest block that has a weight (see `split`); and the block
+        that makes room before them, -1 if none does. What is folded is left to the caller.
+
+        Examples:
+            >>> from tailavg import AnytimeWindow
+            >>> clock = BlockClock(AnytimeWindow(4))
+            >>> list(clock.runs(1000, clock.rule.window))
+            [([(2, 0, -1), (1, 0, 0), (1, 1, -1), (1, 0, 0), (1, 1, -1)], 1),
+             ([(1, 0, 0), (1, 1, -1)], 497)]
+        """
+        found: list[Run] = []
+        while self.count < end:
+            gone = -1
+            if self.count >= self.closes:
+                if again := self._again(end, window):
+                    yield from [(found, 1), again] if found else [again]
+                    found = []
+                    continue
+                gone, _ = self._open(self.count)
+                self.closes = self.rule.closes(self.blocks)
+            until = min(self.closes, end)
+            found += _runs(self.blocks, self.count, until, window, gone)
+            self.count = until
+        if found:
+            yield found, 1
+
+    def _again(self, end: int, window: Window) -> tuple[list[Run], int] | None:
+        """Go through blocks that are alike, if there are some: the runs of each, and how many."""
+        (size, until), t = self.alike(), self.count
+        most = min((until - t) // size + 1, (end - t) // size) if size else 0
+        if most < 2:
+            return None
+
+        def runs(number: int) -> list[Run]:
+            starts = [start + number * size for start in [*self.blocks[1:], t]]
+            return _runs(starts, starts[-1], starts[-1] + size, window, 0)
+
+        first = runs(0)
+        # a window that grows needs ever older blocks: once they differ, they differ for good
+        repeats = bisect_left(range(1, most), True, key=lambda number: runs(number) != first) + 1
+        self.blocks = [start + repeats * size for start in self.blocks]
+        self.closes = self.rule.closes(self.blocks)
+        self.count += repeats * size
+        return first, repeats
 
     def terms(self, window: Reading | None = None) -> list[tuple[float, int]]:
         """See `Clock`.
@@ -416,6 +465,24 @@ class DecayClock(Clock):
         window_of(self.rule, window, self.count)
         of_mean, of_sum = self.weights()
         return [(weight, block) for weight, block in ((of_mean, 0), (of_sum, SUM)) if weight]
+
+
+def _split(blocks: list[int], t: int, window: Window) -> tuple[int, int, int]:
+    for block, start in enumerate(blocks[1:]):
+        if t < (enough := window.filled_at(start)):
+            return block, start, enough
+    return -1, blocks[-1], NEVER
+
+
+def _runs(blocks: list[int], t: int, end: int, window: Window, gone: int) -> list[Run]:
+    """Of `BlockClock.runs`, those from t to `end` in the open block."""
+    found = []
+    while t < end:
+        oldest, _, until = _split(blocks, t + 1, window)
+        step = min(end, until - 1)
+        found.append((step - t, oldest, gone))
+        t, gone = step, -1
+    return found
 
 
 def factors(

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from tailavg.core.clock import SUM, BlockClock, DecayClock, SampleClock, Store
-from tailavg.core.decay import Reading
-from tailavg.core.equation import root
+from tailavg.core.decay import Decay, Reading
 from tailavg.core.rules import AnyTail, window_of
+from tailavg.core.windows import Window
+from tailavg.numpy import loops
 from tailavg.numpy import scan as scans
 from tailavg.numpy.arithmetic import Array, aligned_zeros, joined, sum_rows, wide
 from tailavg.numpy.average import TailAverage
+from tailavg.numpy.loops import split_weights
 
 __all__ = ["Arrays", "DecayingArrays", "DecayingNumbers", "Folding", "Numbers", "Samples"]
+
+Look = tuple[Any, ...]
+"""How an average is read until the step that comes first: the function that gives the size of its
+window; the oldest block that has a weight, as its size and mean; the step since which all samples
+weigh alike, how many of those are in means, and their mean."""
 
 _multiply, _ndarray = np.multiply, np.ndarray  # a look-up less in each update
 
@@ -31,7 +39,7 @@ class Folding(TailAverage, Store):
     _means: list[Any]
     _sum: Any
     _factors: Any  # of the samples that are left, the last one first
-    _split: tuple[Any, ...]  # how numbers are read; see `Numbers`
+    _split: Look  # of numbers
     _scratch: Any
 
     _held_in = "_means", "_sum"
@@ -83,10 +91,33 @@ class Folding(TailAverage, Store):
         self._set_sum(0.0)
 
     def _average(self, window: Reading | None) -> Any:
+        clock = self._clock
+        asked = window_of(clock.rule, window, clock.count)
+        if isinstance(clock, BlockClock) and not isinstance(asked, Decay):
+            return self._read(clock.count, self._look(asked))
         value: Any = np.zeros(self._shape, self._dtype) if self._shape else 0.0
-        for weight, block in self._clock.terms(window):
+        for weight, block in clock.terms(window):
             value += weight * (self._sum if block == SUM else self._means[block])
         return value
+
+    def _look(self, window: Window) -> Look:
+        """How the average is read until a step, unless something is due before."""
+        clock = self._clock
+        oldest, since, until = clock.split(window)
+        old, old_mean = 0, 0.0
+        if oldest >= 0:
+            old, old_mean = since - clock.blocks[oldest], self._means[oldest]
+        newer = scans.newer_part(clock, self._means, oldest)
+        return until, window.size, old, old_mean, since, *newer
+
+    def _read(self, t: int, look: Look) -> Any:
+        """The average at step t."""
+        _, size, old, old_mean, since, folded, mean = look
+        newer = t - since
+        if not old:
+            return self._sum / newer + folded / newer * mean
+        each, of_old = split_weights(old, newer, size(t))
+        return each * self._sum + each * folded * mean + of_old * old_mean
 
     def _held(self) -> tuple[list[Any], int, Any]:
         clock = self._clock
@@ -119,7 +150,11 @@ class Folding(TailAverage, Store):
 
     def _add_rows(self, rows: Array) -> None:
         if isinstance(self._clock, DecayClock):
-            self._walk(rows, None)
+            compiled = loops.compiled(len(rows)) if self._compiles else None
+            if compiled is None:
+                self._walk(rows, None)
+            else:
+                self._walk_compiled(compiled, np.ascontiguousarray(rows, self._dtype), None)
         elif isinstance(self._clock.rule, AnyTail):
             done = 0
             while done < len(rows):
@@ -128,6 +163,69 @@ class Folding(TailAverage, Store):
             self._skip(rows)
 
     def _scan_rows(self, rows: Array, windows: list[Reading | None], out: Array) -> None:
+        if self._compiles and not any(isinstance(window, Decay) for window in windows):
+            compiled = loops.compiled(len(rows))
+            if compiled is None:
+                self._scan_one_by_one(rows, windows, out)
+            else:
+                self._scan_compiled(compiled, rows, windows, out)
+        else:
+            self._scan_chunks(rows, windows, out)
+
+    @property
+    def _compiles(self) -> bool:
+        """Whether there are compiled loops for such samples."""
+        return loops.installed() and self._dtype in (np.float32, np.float64)
+
+    @np.errstate(all="ignore")
+    def _scan_one_by_one(
+        self, rows: Array, windows: list[Reading | None], out: Array
+    ) -> None:
+        for i, row in enumerate(rows):
+            self._add_due(row.reshape(self._shape or ()))
+            for window, averages in zip(windows, out, strict=True):
+                averages[i] = np.reshape(self._average(window), -1)
+
+    def _scan_compiled(
+        self, compiled: SimpleNamespace, rows: Array, windows: list[Reading | None], out: Array
+    ) -> None:
+        clock, xs = self._clock, np.ascontiguousarray(rows, self._dtype)
+        if isinstance(clock, DecayClock):
+            self._walk_compiled(compiled, xs, out[0])
+            return
+        now = clock.count, clock.blocks, clock.folded
+        end = clock.count + len(rows)
+        for window, averages in zip(windows, out, strict=True):
+            clock.resume(*now)
+            means, sums = self._flat()
+            asked = window_of(clock.rule, window, end)
+            loops.scan_blocks(compiled, clock, means, sums, xs, averages, asked)
+        self._unflatten(means, sums)
+
+    def _walk_compiled(self, compiled: SimpleNamespace, xs: Array, out: Array | None) -> None:
+        """As `_walk`."""
+        clock = self._clock
+        means, sums = self._flat()
+        count = clock.count + len(xs)
+        rest = loops.scan_exponential(compiled, clock, means, sums, xs, out)
+        clock.resume(count, [0], count - rest)
+        self._unflatten(means, sums)
+
+    def _flat(self) -> tuple[Array, Array]:
+        """Copies of the means, as rows of a matrix, and of the sum."""
+        sums = np.array(self._sum, self._dtype).reshape(-1)
+        means = np.empty((len(self._means), len(sums)), self._dtype)
+        for row, mean in zip(means, self._means, strict=True):
+            row[:] = np.reshape(mean, -1)
+        return means, sums
+
+    def _unflatten(self, means: Array, sums: Array) -> None:
+        """Hold what `_flat` gave, as it is now."""
+        self._means = [self._shaped(mean) for mean in means]
+        self._set_sum(self._shaped(sums))
+
+    def _scan_chunks(self, rows: Array, windows: list[Reading | None], out: Array) -> None:
+        """Without numba."""
         if isinstance(self._clock, DecayClock):
             self._walk(rows, out[0])
             return
@@ -266,39 +364,14 @@ class Numbers(Folding, clock=BlockClock, numbers=True):
         TailAverage.update(self, x)
 
     def value(self, window: Reading | None = None) -> Any:
-        left, split = self._left, self._split
+        left, look = self._left, self._split
         t = self.count if left is None else self._due - left
-        if t >= split[0] or window is not None:
+        if t >= look[0] or window is not None:
             self._clock.count = t
             if window is not None or isinstance(self._clock.rule, AnyTail):
                 return self._average(window)
-            self._split = split = self._look()
-        _, size, old, old_mean, since, folded, folded_mean = split
-        newer = t - since
-        excess = newer + old - size(t)
-        g = root(old, newer, excess if excess > 0.0 else 0.0)
-        return (1.0 - g) * (folded_mean * (folded / newer) + self._sum / newer) + g * old_mean
-
-    def _look(self) -> tuple[Any, ...]:
-        """How the average is read until a step, unless something is due before.
-
-        The oldest block that has a weight (its size and mean) is joined to all samples since a
-        step, of which some are folded (how many, and their mean).
-        """
-        clock = self._clock
-        window = clock.rule.window
-        oldest, since, until = clock.split(window)
-        old, old_mean = 0, 0.0
-        if oldest >= 0:
-            old, old_mean = since - clock.blocks[oldest], self._means[oldest]
-        return (
-            until,
-            window.size,
-            old,
-            old_mean,
-            since,
-            *scans.newer_part(clock, self._means, oldest),
-        )
+            self._split = look = self._look(self._clock.rule.window)
+        return self._read(t, look)
 
 
 class DecayingNumbers(Numbers, clock=DecayClock, numbers=True):
