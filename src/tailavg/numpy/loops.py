@@ -32,7 +32,7 @@ SMALL = 24
 """Blocks of at most as many samples are scanned side by side."""
 
 _TIE = float(TIE)
-_ROOM = 2048  # samples that are handled together: they stay in the nearest cache
+_ROOM = 1024  # samples that are handled together: they stay in the nearest cache
 _TABLE = 1 << 16  # weights that are kept: more do not stay in a cache
 _RAMP = np.arange(1.0, FOLD + 1.0)  # compiled code has no fast way from integers to floats
 
@@ -84,14 +84,16 @@ def decay_at(t: Any, window: Any) -> Any:
 def split_weights(old: Any, newer: Any, k: Any) -> Any:
     """The weights of each of `newer` samples, and of the mean of `old` ones before them.
 
-    `tailavg.core.equation.join` with two divisions: of g = (old - q newer) / (old + newer), the
-    rest is (1 + q) newer / (old + newer).
+    `tailavg.core.equation.join` with one division: its g is (old - q newer) / total, and what is
+    left for each newer sample (1 + q) / total, where q² = old excess / (k newer).
     """
     total = old + newer
     excess = total - k
     excess = excess if excess > 0.0 else 0.0
-    q = math.sqrt(old * excess / (k * newer))
-    inverse = 1.0 / total
+    under = k * newer
+    inverse = 1.0 / (under * total)
+    q = math.sqrt(old * excess * total * inverse)
+    inverse *= under  # 1 / total
     return (1.0 + q) * inverse, (old - q * newer) * inverse
 
 
@@ -225,17 +227,15 @@ def scan_numbers(
         place = 0
         for run in range(len(plan)):
             oldest, gone = plan[run, 1], plan[run, 2]
-            if gone >= 0:
-                if rest > 0:
-                    fold_sums(means, sums, rest, rest / sizes[last], sizes[last])
-                turn_blocks(means, sizes, gone)
-                sums[0] = 0.0
-                rest = 0
             end = at + plan[run, 0]
             while at < end:
-                if rest >= FOLD:
+                if rest >= FOLD or (rest > 0 and gone >= 0):
                     fold_sums(means, sums, rest, rest / sizes[last], sizes[last])
                     rest = 0
+                if gone >= 0:
+                    turn_blocks(means, sizes, gone)
+                    sums[0] = 0.0
+                    gone = -1
                 first = oldest + 1 if oldest >= 0 else last
                 folded = mean_since(means, sizes, first, rest, newer_mean)
                 counts = float(folded), float(folded + rest)
@@ -272,23 +272,21 @@ def scan_small(
         fold_sums(means, sums, rest, rest / size, size)
     most = max(1, _ROOM // size)
     held = np.empty(closed + most, xs.dtype)  # the means of blocks, and those of the ones before
-    totals = np.empty(most, xs.dtype)
     mean = np.empty(most, xs.dtype)
     for block in range(closed):
         held[block] = means[block + 1, 0]
     blocks = len(xs) // size
     for start in range(0, blocks, most):
         n = min(most, blocks - start)
+        opened = start * size
         for block in range(n):
-            total = kind(0.0)
-            at = (start + block) * size
-            for i in range(at, at + size):
-                total += xs[i]
+            at = opened + block * size
+            total = running_sums(xs[at : at + size], out[at : at + size], kind(0.0))
             held[closed + block] = total / kind(size)
-            totals[block] = 0.0
-        place = 0
+            sums[0] = total
+        place = opened
         for run in range(len(plan)):
-            oldest = plan[run, 1]
+            length, oldest = plan[run, 0], plan[run, 1]
             first = oldest + 1 if oldest >= 0 else closed
             folded = (closed - first) * size
             for block in range(n):
@@ -297,32 +295,36 @@ def scan_small(
                 share = kind(size / folded)
                 for block in range(n):
                     mean[block] += held[block + newer] * share
-            for _ in range(plan[run, 0]):
-                if oldest >= 0:
-                    weight, of_old = kind(each[place]), kind(olds[place])
-                    of_mean = kind(each[place] * folded)
+            if oldest < 0:
+                for i in range(length):
+                    count = kind(place - opened + i + 1)
                     for block in range(n):
-                        at = (start + block) * size + place
-                        totals[block] += xs[at]
-                        out[at] = (
-                            weight * totals[block]
-                            + of_mean * mean[block]
-                            + of_old * held[block + oldest]
-                        )
-                else:
-                    count = kind(place + 1)
+                        out[place + i + block * size] /= count
+            elif size <= SMALL:
+                for i in range(length):
+                    share = each[place - opened + i]
+                    weight, of_mean, of_old = (
+                        kind(share),
+                        kind(share * folded),
+                        kind(olds[place - opened + i]),
+                    )
                     for block in range(n):
-                        at = (start + block) * size + place
-                        totals[block] += xs[at]
-                        out[at] = totals[block] / count
-                place += 1
-        if start + n == blocks:
-            sums[0] = totals[n - 1]
-            for block in range(closed):
-                means[block, 0] = held[n - 1 + block]
-            means[closed, 0] = 0.0
+                        at = place + i + block * size
+                        older = of_mean * mean[block]
+                        out[at] = weight * out[at] + older + of_old * held[block + oldest]
+            else:
+                weights = each[place - opened : place - opened + length]
+                of_old = olds[place - opened : place - opened + length]
+                for block in range(n):
+                    at = place + block * size
+                    part, old_mean = out[at : at + length], held[block + oldest]
+                    weigh_by_table(part, float(folded), mean[block], old_mean, weights, of_old)
+            place += length
+        for block in range(closed):
+            means[block, 0] = held[n - 1 + block]
         for block in range(closed):
             held[block] = held[n + block]
+    means[closed, 0] = 0.0
     return size
 
 
@@ -346,17 +348,15 @@ def scan_rows(
     for _ in range(repeats):
         for run in range(len(plan)):
             oldest, gone = plan[run, 1], plan[run, 2]
-            if gone >= 0:
-                if rest > 0:
-                    fold_sums(means, sums, rest, rest / sizes[last], sizes[last])
-                turn_blocks(means, sizes, gone)
-                sums[:] = 0.0
-                rest = 0
             end = at + plan[run, 0]
             while at < end:
-                if rest >= FOLD:
+                if rest >= FOLD or (rest > 0 and gone >= 0):
                     fold_sums(means, sums, rest, rest / sizes[last], sizes[last])
                     rest = 0
+                if gone >= 0:
+                    turn_blocks(means, sizes, gone)
+                    sums[:] = 0.0
+                    gone = -1
                 first = oldest + 1 if oldest >= 0 else last
                 folded = mean_since(means, sizes, first, rest, mean)
                 newer = folded + rest
@@ -569,7 +569,7 @@ def scan_blocks(
             if repeats > 1 and block <= _TABLE and window.size(t + 1) == window.size(t + n):
                 each, olds = np.empty(block), np.empty(block)
                 compiled.fill_table(each, olds, block, len(sizes) - 1, plan, window.size(t + n))
-            if len(each) and block <= SMALL:
+            if len(each) and block <= FOLD:
                 rest = compiled.scan_small(*numbers, plan, each, olds)
             else:
                 rest = compiled.scan_numbers(
