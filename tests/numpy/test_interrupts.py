@@ -150,7 +150,9 @@ def test_a_signal_leaves_an_average_that_can_be_read(rule: Any) -> None:
 
 @pytest.mark.parametrize("call", ["update", "update_many", "scan"])
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_an_error_in_arithmetic_changes_nothing_or_is_told(rule: Any, call: str) -> None:
+def test_an_error_in_arithmetic_changes_nothing_or_is_told(
+    rule: Any, call: str, without_numba: None
+) -> None:
     window = 0.5 if isinstance(rule, AnyTail) else None
     average, raised = made(rule, 10, (2,)), False
     with np.errstate(all="raise"):
@@ -174,7 +176,7 @@ def test_an_error_in_arithmetic_changes_nothing_or_is_told(rule: Any, call: str)
 
 
 @pytest.mark.parametrize("call", ["update_many", "scan"])
-def test_warnings_as_errors_leave_the_average_as_it_was(call: str) -> None:
+def test_warnings_as_errors_leave_the_average_as_it_was(call: str, without_numba: None) -> None:
     average = made(100, 20)
     before = average.copy()
     xs = np.ones(1100)

@@ -14,6 +14,7 @@ import pytest
 
 from mutants import broken, mutants, within
 from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, Growing, RawTail, TailAverage
+from tailavg.numpy import loops
 
 RULES = [
     AnytimeWindow(6),
@@ -25,6 +26,15 @@ RULES = [
     RawTail(20, 300),
     ExactWindow(0.25),
 ]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled() -> None:
+    """Import numba and compile before time and memory are watched."""
+    loops.fastest(loops.LONG)
+    for rule in RULES:
+        made(rule).scan(np.ones(3), 1.0 if isinstance(rule, AnyTail) else None)
+        made(rule, (2,)).scan(np.ones((3, 2)), 1.0 if isinstance(rule, AnyTail) else None)
 
 
 def made(rule: Any, shape: tuple[int, ...] = (), dtype: str | None = None) -> TailAverage:

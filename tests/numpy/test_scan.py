@@ -1,27 +1,119 @@
-"""Scans against the slow loop that says what a scan is; chunks that lose no digits."""
+"""Scans against the slow loop that says what a scan is: to the bit with loops; and chunks."""
 
 from fractions import Fraction
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from cases import KINDS, RULES, assert_close, of_rules
-from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, Growing, TailAverage
+from cases import KINDS, RULES, assert_close, bits, of_rules, rules
+from tailavg import (
+    AnyTail,
+    AnytimeWindow,
+    ExactWindow,
+    Exponential,
+    Growing,
+    RawTail,
+    TailAverage,
+)
+from tailavg.numpy import loops
 from tailavg.numpy.scan import one_by_one
 
 
-@of_rules([*RULES, AnytimeWindow(1e-19), Exponential(1e-6), AnytimeWindow(Growing(0.3, 50), 5)])
+ALL = [
+    *RULES,
+    AnytimeWindow(1e-19),
+    AnytimeWindow(0.002, 4),
+    AnytimeWindow(Growing(0.3, 50), 5),
+    AnytimeWindow(Growing(0.0015, at_most=3), 4),
+    Exponential(1e-6),
+]
+SCANS = ["numpy", "plain", "compiled"]
+
+
+@pytest.fixture(params=SCANS)
+def way(request, monkeypatch):
+    """Scan with NumPy alone, with plain loops, and with compiled ones."""
+    monkeypatch.setattr(loops, "installed", lambda: request.param != "numpy")
+    monkeypatch.setattr(loops, "LONG", 0 if request.param == "compiled" else 10**9)
+    return request.param
+
+
+def scanned(average, xs, *window):
+    parts = np.split(xs, [1, 2, 250, 600])
+    return np.concatenate([average.scan(part, *window) for part in parts], axis=-xs.ndim)
+
+
+@of_rules(ALL)
 @pytest.mark.parametrize("kind", ["float", "complex", "0-d float32", "float32 (3,)"])
-def test_a_scan_is_what_the_slow_loop_says(rule, kind):
+def test_a_scan_is_what_the_slow_loop_says(rule, kind, way):
     xs = KINDS[kind].draw(900)
     expected = one_by_one(TailAverage(rule), KINDS[kind].each(xs))
+    assert_close(scanned(TailAverage(rule), xs), expected, KINDS[kind].rtol)
+
+
+@of_rules([*ALL, AnytimeWindow(600), AnytimeWindow(900, 2), AnytimeWindow(60)])
+@pytest.mark.parametrize("kind", ["float", "float32 (3,)", "float64 (1,)", "float64 (3,)"])
+@pytest.mark.parametrize("way", ["plain", "compiled"], indirect=True)
+def test_loops_give_the_bits_of_the_slow_loop(rule, kind, way):
+    xs = KINDS[kind].draw(900)
+    one, other = TailAverage(rule), TailAverage(rule)
+    expected = one_by_one(one, KINDS[kind].each(xs))
+    assert scanned(other, xs).tobytes() == expected.tobytes()
+    assert bits(other) == bits(one)
+
+
+@pytest.mark.parametrize("rule", [AnyTail(6), AnyTail(12, 0.05)], ids=str)
+@pytest.mark.parametrize("way", ["plain", "compiled"], indirect=True)
+def test_loops_give_the_bits_of_the_slow_loop_for_any_tail(rule, way):
+    xs, windows = KINDS["float"].draw(3000), [0.1, 0.3, 1.0]
     average = TailAverage(rule)
-    got = np.concatenate([average.scan(part) for part in np.split(xs, [1, 2, 250, 600])])
-    assert_close(got, expected, KINDS[kind].rtol)
+    for window, averages in zip(windows, scanned(average, xs, windows), strict=True):
+        one = TailAverage(rule)
+        assert averages.tobytes() == one_by_one(one, xs.tolist(), window).tobytes()
+        assert bits(average) == bits(one)
+
+
+@given(rule=rules, chunks=st.lists(st.integers(1, 700), min_size=1, max_size=5))
+@pytest.mark.parametrize("way", ["compiled"], indirect=True)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_chunks_of_any_length_give_the_same_bits(rule, chunks, way):
+    xs = np.random.default_rng(sum(chunks)).normal(size=sum(chunks))
+    whole, parts = TailAverage(rule), TailAverage(rule)
+    got = [parts.scan(part) for part in np.split(xs, np.cumsum(chunks)[:-1])]
+    assert np.concatenate(got).tobytes() == whole.scan(xs).tobytes()
+    assert bits(parts) == bits(whole)
+    slow = TailAverage(rule)
+    assert one_by_one(slow, xs[:300].tolist()).tobytes() == np.concatenate(got)[:300].tobytes()
+
+
+@of_rules([AnytimeWindow(10), AnytimeWindow(0.25), AnytimeWindow(300), Exponential(0.3)])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e300])
+@pytest.mark.parametrize("shape", [(), (2,)])
+@pytest.mark.parametrize("way", ["plain", "compiled"], indirect=True)
+def test_bad_samples_give_the_bits_of_the_slow_loop(rule, bad, shape, way):
+    xs = np.ones((900, *shape))
+    xs[[3, 400]] = bad
+    with np.errstate(all="ignore"):
+        expected = one_by_one(TailAverage(rule), xs if shape else xs.tolist())
+    np.testing.assert_array_equal(scanned(TailAverage(rule), xs), expected)
+
+
+def test_a_state_from_update_many_is_scanned_to_the_bit(monkeypatch):
+    """Its sum may hold any number of samples."""
+    monkeypatch.setattr(loops, "LONG", 0)
+    xs = KINDS["float"].draw(1500)
+    for rule in (AnytimeWindow(700), AnytimeWindow(0.4), Exponential(0.3), RawTail(400, 1000)):
+        average = TailAverage(rule)
+        average.update_many(xs[:633])
+        other = average.copy()
+        expected = one_by_one(other, xs[633:].tolist())
+        assert average.scan(xs[633:]).tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("windows", [[0.1, 0.3, 1.0], (0.5,)])
-def test_a_scan_of_several_windows_is_what_the_slow_loop_says(windows):
+def test_a_scan_of_several_windows_is_what_the_slow_loop_says(windows, way):
     xs = KINDS["float"].draw(900)
     got = TailAverage(AnyTail(6)).scan(xs, windows)
     for window, averages in zip(windows, got, strict=True):

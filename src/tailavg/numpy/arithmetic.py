@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from tailavg.core.clock import FOLD
 
-__all__ = ["Array", "aligned_zeros", "joined", "sum_rows", "wide"]
+__all__ = ["Array", "aligned_zeros", "joined", "sum_in_order", "sum_rows", "wide"]
 
 Array = npt.NDArray[Any]
 
@@ -58,6 +58,15 @@ def joined(mean: Any, summed: Any, total: float, weight: float, carry: float) ->
 def wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """The dtype of sums over many samples: at least double precision."""
     return np.result_type(dtype, np.float64)
+
+
+def sum_in_order(rows: Array, dtype: np.dtype[Any]) -> Array:
+    """The sum over the first axis, one row after another."""
+    if rows.shape[1] == 1:  # of one column NumPy would add halves
+        total: Array = np.add.accumulate(rows[:, 0], dtype=wide(dtype))[-1:]
+        return total if len(total) else np.zeros(1, wide(dtype))
+    total = np.add.reduce(rows, axis=0, dtype=wide(dtype))
+    return total
 
 
 def sum_rows(rows: Array, dtype: np.dtype[Any]) -> Array:

@@ -267,12 +267,12 @@ class TailAverage:
         """All there is to know, as plain data in the layout of `tailavg.core.state`.
 
         Examples:
-            >>> average = TailAverage(3)
-            >>> average.update_many([1.0, 2.0, 3.0, 4.0])
+            >>> average = TailAverage(4)
+            >>> average.update_many([1.0, 2.0, 3.0, 4.0, 5.0])
             >>> resumed = TailAverage.from_state_dict(average.state_dict())
-            >>> resumed.update(5.0)
+            >>> resumed.update(6.0)
             >>> resumed.value()
-            4.0
+            4.5
         """
         blocks, folded, partial = self._arrays()
         clock, number = self._clock, self._shape is None

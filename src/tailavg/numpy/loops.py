@@ -19,17 +19,28 @@ from typing import Any
 
 import numpy as np
 
-from tailavg.core.clock import FOLD, SMALLEST, BlockClock, DecayClock
-from tailavg.core.windows import TIE, Fixed, Window
+from tailavg.core.clock import FOLD, SMALLEST, BlockClock, DecayClock, SampleClock
+from tailavg.core.windows import NEVER, TIE, Fixed, Window
 from tailavg.numpy.arithmetic import Array
 
-__all__ = ["LONG", "SMALL", "compiled", "described", "installed", "plain"]
+__all__ = [
+    "LONG",
+    "compiles",
+    "described",
+    "fastest",
+    "installed",
+    "plain",
+    "scan_blocks",
+    "scan_exponential",
+    "scan_samples",
+    "split_weights",
+]
 
-LONG = 30_000
-"""How many samples are taken one by one before numba is imported, which takes half a second."""
+LONG = 20_000
+"""How many numbers are scanned by plain loops before numba is imported: that takes half a second."""
 
 SMALL = 24
-"""Blocks of at most as many samples are scanned side by side."""
+"""Blocks of at most as many samples are weighed side by side."""
 
 _TIE = float(TIE)
 _ROOM = 1024  # samples that are handled together: they stay in the nearest cache
@@ -485,6 +496,62 @@ def scan_decaying_rows(
     return rest
 
 
+def scan_exact(xs: Any, first: int, out: Any, t: int, window: Any, most: int) -> None:
+    """Scan exact windows over numbers; `xs` has the last `first` of those before, too.
+
+    A window of n samples is cut at the last multiple of the largest power of 2 up to n. What comes
+    before the cut is summed backwards, what comes after it forwards: no sample is ever subtracted.
+    `most` is the most samples that a window has.
+    """
+    before = np.zeros(most + 1)  # the sums of so many samples before the cut
+    after = 0.0
+    start = first - t  # where sample 0 would be
+    cut, power = -1, 1
+    for i in range(len(out)):
+        t += 1
+        n = int(min(float(t), np.ceil(size_at(float(t), window))))
+        while 2 * power <= n:
+            power *= 2
+        now = t & -power
+        if now != cut:
+            cut = now
+            for size in range(1, n - (t - cut) + 1):
+                before[size] = before[size - 1] + xs[start + cut - size]
+            after = 0.0
+            for row in range(start + cut, start + t - 1):
+                after += xs[row]
+        if t > cut:
+            after += xs[start + t - 1]
+        out[i] = (before[n - (t - cut)] + after) / n
+
+
+def scan_exact_rows(xs: Any, first: int, out: Any, t: int, window: Any, most: int) -> None:
+    """As `scan_exact`, for the rows of a matrix."""
+    before = np.zeros((most + 1, xs.shape[1]))
+    after = np.zeros(xs.shape[1])
+    start = first - t
+    cut, power = -1, 1
+    for i in range(len(out)):
+        t += 1
+        n = int(min(float(t), np.ceil(size_at(float(t), window))))
+        while 2 * power <= n:
+            power *= 2
+        if t & -power != cut:
+            cut = t & -power
+            for size in range(1, n - (t - cut) + 1):
+                for j in range(len(after)):
+                    before[size, j] = before[size - 1, j] + xs[start + cut - size, j]
+            after[:] = 0.0
+            for row in range(start + cut, start + t - 1):
+                for j in range(len(after)):
+                    after[j] += xs[row, j]
+        older, x = before[n - (t - cut)], xs[start + t - 1]
+        for j in range(len(after)):
+            if t > cut:
+                after[j] += x[j]
+            out[i, j] = (older[j] + after[j]) / n
+
+
 _LOOPS = [
     size_at,
     decay_at,
@@ -506,6 +573,8 @@ _LOOPS = [
     weigh_decayed,
     scan_decaying,
     scan_decaying_rows,
+    scan_exact,
+    scan_exact_rows,
 ]
 
 plain = SimpleNamespace(**{loop.__name__: loop for loop in _LOOPS})
@@ -520,11 +589,16 @@ def installed() -> bool:
     return find_spec("numba") is not None
 
 
-def compiled(samples: int) -> SimpleNamespace | None:
-    """The loops, compiled; None while there have been few samples: see `LONG`."""
-    global _taken  # noqa: PLW0603
-    _taken += samples
-    return _compiled() if _taken >= LONG else None
+def compiles(dtype: np.dtype[Any]) -> bool:
+    """Whether there are compiled loops for such samples."""
+    return installed() and dtype in (np.float32, np.float64)
+
+
+def fastest(numbers: int) -> SimpleNamespace:
+    """The loops for so many numbers: compiled, or plain while there have been few. See `LONG`."""
+    global _taken
+    _taken += numbers + FOLD
+    return _compiled() if _taken >= LONG else plain
 
 
 @lru_cache
@@ -540,7 +614,7 @@ def _compiled() -> SimpleNamespace:
 
 
 def scan_blocks(
-    compiled: SimpleNamespace,
+    loops: SimpleNamespace,
     clock: BlockClock,
     means: Array,
     sums: Array,
@@ -558,8 +632,8 @@ def scan_blocks(
         plan = np.array(runs)
         n = repeats * int(plan[:, 0].sum())
         part, averages = xs[t - start : t - start + n], out[t - start : t - start + n]
-        if xs.shape[1] != 1:
-            rest = compiled.scan_rows(
+        if xs.shape[1] != 1 or xs.dtype != np.float64:
+            rest = loops.scan_rows(
                 part, averages, means, sizes, sums, rest, t, plan, repeats, described_window
             )
         else:
@@ -568,19 +642,17 @@ def scan_blocks(
             block = n // repeats
             if repeats > 1 and block <= _TABLE and window.size(t + 1) == window.size(t + n):
                 each, olds = np.empty(block), np.empty(block)
-                compiled.fill_table(each, olds, block, len(sizes) - 1, plan, window.size(t + n))
+                loops.fill_table(each, olds, block, len(sizes) - 1, plan, window.size(t + n))
             if len(each) and block <= FOLD:
-                rest = compiled.scan_small(*numbers, plan, each, olds)
+                rest = loops.scan_small(*numbers, plan, each, olds)
             else:
-                rest = compiled.scan_numbers(
-                    *numbers, t, plan, repeats, described_window, each, olds
-                )
+                rest = loops.scan_numbers(*numbers, t, plan, repeats, described_window, each, olds)
         t += n
-    clock.resume(t, clock.blocks, t - rest)
+    clock.resume(t, clock.blocks, t - int(rest))
 
 
 def scan_exponential(
-    compiled: SimpleNamespace,
+    loops: SimpleNamespace,
     clock: DecayClock,
     means: Array,
     sums: Array,
@@ -592,8 +664,23 @@ def scan_exponential(
     Without `out` nothing is written.
     """
     window = clock.rule.window
-    state = clock.count - clock.folded, clock.count, window.steady_from, described(window)
+    steady = min(window.steady_from, NEVER)
+    state = clock.count - clock.folded, clock.count, steady, described(window)
     out = np.empty((FOLD, len(sums)), xs.dtype) if out is None else out
-    if len(sums) == 1:
-        return int(compiled.scan_decaying(xs[:, 0], out[:, 0], means, sums, *state))
-    return int(compiled.scan_decaying_rows(xs, out, means, sums, *state))
+    if len(sums) == 1 and xs.dtype == np.float64:
+        return int(loops.scan_decaying(xs[:, 0], out[:, 0], means, sums, *state))
+    return int(loops.scan_decaying_rows(xs, out, means, sums, *state))
+
+
+def scan_samples(
+    loops: SimpleNamespace, clock: SampleClock, before: Array, rows: Array, out: Array
+) -> None:
+    """Scan exact windows, of which the samples `before` are held."""
+    t, window = clock.count, clock.rule.window
+    xs = np.concatenate([before, rows], dtype=np.float64)
+    most = clock.rule.samples(t + len(rows))
+    how = t, described(window), most
+    if xs.shape[1] == 1 and out.dtype == np.float64:
+        loops.scan_exact(xs[:, 0], len(before), out[:, 0], *how)
+    else:
+        loops.scan_exact_rows(xs, len(before), out, *how)

@@ -15,7 +15,7 @@ from tailavg.core.rules import AnyTail, window_of
 from tailavg.core.windows import Window
 from tailavg.numpy import loops
 from tailavg.numpy import scan as scans
-from tailavg.numpy.arithmetic import Array, aligned_zeros, joined, sum_rows, wide
+from tailavg.numpy.arithmetic import Array, aligned_zeros, joined, sum_in_order, sum_rows, wide
 from tailavg.numpy.average import TailAverage
 from tailavg.numpy.loops import split_weights
 
@@ -150,11 +150,11 @@ class Folding(TailAverage, Store):
 
     def _add_rows(self, rows: Array) -> None:
         if isinstance(self._clock, DecayClock):
-            compiled = loops.compiled(len(rows)) if self._compiles else None
-            if compiled is None:
-                self._walk(rows, None)
+            if loops.compiles(self._dtype):
+                xs = np.ascontiguousarray(rows, self._dtype)
+                self._walk_loops(loops.fastest(rows.size), xs, None)
             else:
-                self._walk_compiled(compiled, np.ascontiguousarray(rows, self._dtype), None)
+                self._walk(rows, None)
         elif isinstance(self._clock.rule, AnyTail):
             done = 0
             while done < len(rows):
@@ -163,51 +163,36 @@ class Folding(TailAverage, Store):
             self._skip(rows)
 
     def _scan_rows(self, rows: Array, windows: list[Reading | None], out: Array) -> None:
-        if self._compiles and not any(isinstance(window, Decay) for window in windows):
-            compiled = loops.compiled(len(rows))
-            if compiled is None:
-                self._scan_one_by_one(rows, windows, out)
-            else:
-                self._scan_compiled(compiled, rows, windows, out)
-        else:
+        clock, rule = self._clock, self._clock.rule
+        if not loops.compiles(self._dtype):
             self._scan_chunks(rows, windows, out)
-
-    @property
-    def _compiles(self) -> bool:
-        """Whether there are compiled loops for such samples."""
-        return loops.installed() and self._dtype in (np.float32, np.float64)
+            return
+        each, xs = loops.fastest(rows.size), np.ascontiguousarray(rows, self._dtype)
+        if isinstance(clock, DecayClock):
+            self._walk_loops(each, xs, out[0])
+            return
+        now, held = (clock.count, clock.blocks, clock.folded), (self._means, self._sum)
+        asked = [window_of(rule, window, clock.count + len(rows)) for window in windows]
+        # the last one leaves what the average then holds: better a plain window
+        for i in sorted(range(len(asked)), key=lambda i: not isinstance(asked[i], Decay)):
+            clock.resume(*now)
+            self._means, self._sum = held
+            window = asked[i]
+            if isinstance(window, Decay):
+                self._scan_chunks(rows, [window], out[i : i + 1])
+            else:
+                means, sums = self._flat()
+                with np.errstate(all="ignore"):
+                    loops.scan_blocks(each, clock, means, sums, xs, out[i], window)
+                self._unflatten(means, sums)
 
     @np.errstate(all="ignore")
-    def _scan_one_by_one(
-        self, rows: Array, windows: list[Reading | None], out: Array
-    ) -> None:
-        for i, row in enumerate(rows):
-            self._add_due(row.reshape(self._shape or ()))
-            for window, averages in zip(windows, out, strict=True):
-                averages[i] = np.reshape(self._average(window), -1)
-
-    def _scan_compiled(
-        self, compiled: SimpleNamespace, rows: Array, windows: list[Reading | None], out: Array
-    ) -> None:
-        clock, xs = self._clock, np.ascontiguousarray(rows, self._dtype)
-        if isinstance(clock, DecayClock):
-            self._walk_compiled(compiled, xs, out[0])
-            return
-        now = clock.count, clock.blocks, clock.folded
-        end = clock.count + len(rows)
-        for window, averages in zip(windows, out, strict=True):
-            clock.resume(*now)
-            means, sums = self._flat()
-            asked = window_of(clock.rule, window, end)
-            loops.scan_blocks(compiled, clock, means, sums, xs, averages, asked)
-        self._unflatten(means, sums)
-
-    def _walk_compiled(self, compiled: SimpleNamespace, xs: Array, out: Array | None) -> None:
+    def _walk_loops(self, each: SimpleNamespace, xs: Array, out: Array | None) -> None:
         """As `_walk`."""
         clock = self._clock
         means, sums = self._flat()
         count = clock.count + len(xs)
-        rest = loops.scan_exponential(compiled, clock, means, sums, xs, out)
+        rest = loops.scan_exponential(each, clock, means, sums, xs, out)
         clock.resume(count, [0], count - rest)
         self._unflatten(means, sums)
 
@@ -507,11 +492,19 @@ class Samples(TailAverage):
 
     def _average(self, window: Reading | None) -> Any:
         window_of(self.rule, window, self._clock.count)
-        mean = sum_rows(self._kept, self._dtype) / self._clock.kept
-        return mean.astype(self._dtype).reshape(self._shape or ())
+        kept = self._kept
+        # cut as in `tailavg.numpy.loops.scan_exact`, which sums in the same order
+        power = 1 << (len(kept).bit_length() - 1)
+        cut = len(kept) - self._clock.count % power
+        total = sum_in_order(kept[:cut][::-1], self._dtype) + sum_in_order(kept[cut:], self._dtype)
+        return (total / len(kept)).astype(self._dtype).reshape(self._shape or ())
 
     def _scan_rows(self, rows: Array, windows: list[Reading | None], out: Array) -> None:
-        scans.exact(self._clock, self._kept, rows, out[0])
+        clock, kept = self._clock, self._kept
+        if loops.compiles(self._dtype):
+            loops.scan_samples(loops.fastest(rows.size), clock, kept, rows, out[0])
+        else:
+            scans.exact(clock, kept, rows, out[0])
         self._add_rows(rows)
 
     def _held(self) -> tuple[Any, int, float]:
