@@ -196,7 +196,10 @@ class TailAverager(optim.base.Optimizer):
         try:
             sample[:size] = weights
         except (TypeError, ValueError) as error:
-            raise TypeError(f"weights: expected a number for each feature, got {weights!r:.80}") from error
+            raise TypeError(
+                f"weights: expected a number for each feature, got {weights!r:.80}; average arrays "
+                "with TailAverage"
+            ) from error
         average.update(sample)
         self._average, self._room = average, room
         values: list[float] = average.value()[:size].tolist()

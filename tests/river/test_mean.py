@@ -66,7 +66,7 @@ def test_what_is_not_a_number_is_refused_and_changes_nothing(x, before):
 
 
 def test_an_any_tail_is_refused():
-    with pytest.raises(TypeError, match="window: expected a number.*got AnyTail.*such as 0.25"):
+    with pytest.raises(TypeError, match=r"window: expected a number.*got AnyTail.*such as 0.25"):
         TailMean(AnyTail())
 
 
