@@ -204,13 +204,14 @@ def test_dicts_arrays_and_vectors_are_changed_in_place(make, optimizer):
 
 
 def test_weights_of_a_model_that_was_trained_before_are_part_of_the_first_iterate():
-    model = linear_model.LinearRegression(optim.SGD(0.1), intercept_lr=0)
-    model.learn_one({"a": 1.0, "b": 1.0}, 1.0)
-    b = model.weights["b"]
+    alone = linear_model.LinearRegression(optim.SGD(0.1))
+    alone.learn_one({"a": 1.0, "b": 1.0}, 1.0)
+    model = copy.deepcopy(alone)
     model.mutate({"optimizer": TailAverager(optim.SGD(0.1), 0.5)})
-    for _ in range(10):
-        model.learn_one({"a": 1.0}, 1.0)
-    assert model.weights["b"] == pytest.approx(b, rel=1e-12)
+    samples = [({"a": 1.0}, 1.0)] * 10 + [({"a": 1.0, "b": 2.0}, 3.0)] * 5
+    wanted = expected(AnytimeWindow(0.5), learned(alone, samples))
+    for got, want in zip(learned(model, samples), wanted, strict=True):
+        assert got == pytest.approx(want, rel=1e-12)
 
 
 def test_a_sample_without_features_is_a_step():
