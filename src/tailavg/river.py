@@ -26,6 +26,8 @@ from tailavg.numpy import TailAverage
 
 __all__ = ["TailAverager", "TailMean"]
 
+_NUMBERS = (int, float, Real, np.bool_)  # the usual ones first, as Real takes long
+
 
 class TailMean(stats.base.RollingUnivariate):
     """The mean of the last samples, or of the last fraction of all samples, in constant memory.
@@ -96,12 +98,12 @@ class TailMean(stats.base.RollingUnivariate):
             TailMean: 949.5
         """
         average = TailAverage.from_state_dict(state)
-        if average.count and np.ndim(average.value()):
-            raise ValueError(
-                "state: expected one of numbers, got one of arrays of shape "
-                f"{np.shape(average.value())}; load it with TailAverage.from_state_dict"
-            )
         mean = cls(average.rule)
+        if average.count and not isinstance(value := average.value(), float):
+            raise ValueError(
+                f"state: expected one of real numbers, got one of {type(value).__name__}s of shape "
+                f"{np.shape(value)}; load it with TailAverage.from_state_dict"
+            )
         mean._average = average
         return mean
 
@@ -236,7 +238,7 @@ def _average(window: AnyWindow | Rule) -> TailAverage:
 
 
 def _number(x: Any) -> float:
-    if not isinstance(x, Real | np.bool_):
+    if not isinstance(x, _NUMBERS):
         raise TypeError(f"x: expected a number, got {x!r}; leave such samples out")
     return float(x)
 

@@ -154,10 +154,17 @@ def test_a_state_moves_to_and_from_tail_average():
     assert bits(TailAverage.from_state_dict(mean.state_dict())) == bits(fed(average, xs[100:]))
 
 
-def test_a_state_of_arrays_is_refused():
+@pytest.mark.parametrize("sample", [[1.0, 2.0], np.array(1.0), 1j])
+def test_a_state_that_is_not_of_real_numbers_is_refused(sample):
     average = TailAverage(10)
-    average.update([1.0, 2.0])
-    with pytest.raises(ValueError, match=r"state: expected one of numbers.*shape \(2,\)"):
+    average.update(sample)
+    with pytest.raises(ValueError, match="state: expected one of real numbers, got one of"):
+        TailMean.from_state_dict(average.state_dict())
+
+
+def test_a_state_of_an_any_tail_is_refused():
+    average = fed(TailAverage(AnyTail()), range(100))
+    with pytest.raises(TypeError, match=r"window: expected a number.*got AnyTail"):
         TailMean.from_state_dict(average.state_dict())
 
 
