@@ -15,6 +15,7 @@ import pytest
         ("tailavg.lightning", "torch", "lightning"),
         ("tailavg.optax", "jax", "optax"),
         ("tailavg.optax", "optax", "optax"),
+        ("tailavg.river", "river", "river"),
         ("tailavg.torch", "torch", "torch"),
     ],
 )

@@ -1,0 +1,258 @@
+"""Tail averages in river: a statistic of a stream, and the weights that an optimizer produces.
+
+TailMean(0.25)                                      # the mean of the last quarter of a stream
+TailAverager(optim.SGD(0.01), 0.25)                 # a model with the average of its last weights
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from numbers import Real
+from typing import Any
+
+import numpy as np
+
+from tailavg.core.extras import needs
+
+with needs("river"):
+    from river import optim, stats
+    from river.utils import VectorDict
+
+from tailavg.core.rules import AnyTail, Rule
+from tailavg.core.windows import AnyWindow
+from tailavg.numpy import TailAverage
+
+__all__ = ["TailAverager", "TailMean"]
+
+_NUMBERS = (int, float, Real, np.bool_)  # the usual ones first, as Real takes long
+
+
+class TailMean(stats.base.RollingUnivariate):
+    """The mean of the last samples, or of the last fraction of all samples, in constant memory.
+
+    Use it where river takes a statistic, in place of `utils.Rolling(stats.Mean, k)`, which keeps
+    k samples. Before the first sample it is 0, as river's means are.
+
+    Args:
+        window: As in `TailAverage`: `100` is the last hundred samples, `0.25` the last quarter of
+            them, `Exponential(100)` an exponential mean of that size.
+
+    Examples:
+        >>> mean = TailMean(0.5)
+        >>> for x in [1, 2, 3, 4]:
+        ...     mean.update(x)
+        >>> mean
+        TailMean: 3.5
+
+        The mean of the last two temperatures of each place:
+
+        >>> from river import feature_extraction
+        >>> agg = feature_extraction.Agg(on="temperature", by="place", how=TailMean(2))
+        >>> for temperature in [10, 14, 16]:
+        ...     agg.learn_one({"place": "Oslo", "temperature": temperature})
+        >>> agg.transform_one({"place": "Oslo"})
+        {'temperature_tailmean_2_by_place': 15.0}
+    """
+
+    def __init__(self, window: AnyWindow | Rule) -> None:
+        self.window = window
+        self._average = _average(window)
+
+    def update(self, x: float) -> None:
+        """Take one sample."""
+        self._average.update(x if x.__class__ is float else _number(x))
+
+    def get(self) -> float:
+        """The mean now; 0 before the first sample."""
+        try:
+            value: float = self._average.value()
+        except ValueError:  # there is no sample yet
+            return 0.0
+        return value
+
+    @property
+    def window_size(self) -> int:
+        """How many samples the window has now: of a fraction, more and more."""
+        return math.ceil(self._average.size)
+
+    @property
+    def name(self) -> str:
+        """A name that stays the same as the window grows: `tailmean_100`, `tailmean_0.25`."""
+        fields = re.sub(r"\w+=", "", str(self.window))
+        return "_".join(["tailmean", *re.findall(r"[\w.]+", fields)]).lower()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, which `TailAverage` reads too."""
+        return self._average.state_dict()
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> TailMean:
+        """The mean that goes on from a state of numbers, saved here or by `TailAverage`.
+
+        Examples:
+            >>> average = TailAverage(100)
+            >>> average.update_many(range(1000))
+            >>> TailMean.from_state_dict(average.state_dict())
+            TailMean: 949.5
+        """
+        average = TailAverage.from_state_dict(state)
+        mean = cls(average.rule)
+        if average.count and not isinstance(value := average.value(), float):
+            raise ValueError(
+                f"state: expected one of real numbers, got one of {type(value).__name__}s of shape "
+                f"{np.shape(value)}; load it with TailAverage.from_state_dict"
+            )
+        mean._average = average
+        return mean
+
+    @classmethod
+    def _unit_test_params(cls) -> Iterator[dict[str, Any]]:
+        yield {"window": 10}
+        yield {"window": 0.25}
+
+
+class TailAverager(optim.base.Optimizer):
+    """An optimizer whose model has the average of the weights over the last steps.
+
+    The model predicts with the averages, and `model.weights` are the averages. Training is that of
+    `optimizer` alone: gradients are taken, and steps made, at the weights that it left. The weight
+    of a feature that is seen for the first time has been 0 until then.
+
+    It is for `LinearRegression`, `LogisticRegression`, `SoftmaxRegression` and `OneClassSVM`, which
+    call `look_ahead` before each gradient. Other models have no place for a second set of weights,
+    and get an error. A step takes time in proportion to all weights so far, as the averages of all
+    of them change. The intercept is not averaged, since its steps are the model's own: for that,
+    give the model a feature that is always 1, and `intercept_lr=0`.
+
+    Args:
+        optimizer: The optimizer that trains. Each model needs a `TailAverager` of its own.
+        window: As in `TailAverage`: `0.25` is the last quarter of the steps so far.
+
+    Examples:
+        >>> from river import linear_model, optim
+        >>> model = linear_model.LinearRegression(TailAverager(optim.SGD(0.5), 2), intercept_lr=0)
+        >>> alone = linear_model.LinearRegression(optim.SGD(0.5), intercept_lr=0)
+        >>> for y in [1.0, 3.0, 2.0]:
+        ...     model.learn_one({"x": 1.0}, y)
+        ...     alone.learn_one({"x": 1.0}, y)
+        ...     print(alone.weights, model.weights)
+        {'x': 1.0} {'x': 1.0}
+        {'x': 3.0} {'x': 2.0}
+        {'x': 2.0} {'x': 2.5}
+    """
+
+    def __init__(self, optimizer: optim.base.Optimizer, window: AnyWindow | Rule) -> None:
+        if not isinstance(optimizer, optim.base.Optimizer):
+            raise TypeError(
+                "optimizer: expected one of river.optim, such as optim.SGD(0.01), "
+                f"got {optimizer!r}"
+            )
+        self.optimizer = optimizer
+        self.window = window
+        self.n_iterations = 0
+        self._average = _average(window)  # of vectors: the weights, then zeros
+        self._room = 0  # how many elements those have
+        self._iterate: dict[Any, float] = {}  # the weights that the optimizer left
+        self._is_ahead = False  # whether the model has those, for its gradient
+
+    def look_ahead(self, w: Any) -> Any:
+        """Give the model the weights that train, where its gradient is to be taken."""
+        for key, _ in list(_items(w)):
+            if key in self._iterate:
+                w[key] = self._iterate[key]
+        self._is_ahead = True
+        return self.optimizer.look_ahead(w)
+
+    def step(self, w: Any, g: Any) -> Any:
+        """Make a step from the weights that train, and give the model the averages."""
+        if not self._is_ahead and len(w):
+            raise ValueError(
+                "step: expected look_ahead(w) before the gradient, got none: the gradient was "
+                "taken at the averages; use a linear model of river, or call look_ahead(w) first"
+            )
+        w = super().step(w, g)
+        self._is_ahead = False
+        return w
+
+    def _step_with_dict(self, w: Any, g: Any) -> Any:
+        self.optimizer.step(w, g)
+        # A linear model shows only the features of its sample; the others stay as they are.
+        whole = w.with_mask(None) if isinstance(w, VectorDict) else w
+        iterate = self._iterate | dict(_items(w if self._average.count else whole))
+        values = self._averaged(list(iterate.values()))
+        self._iterate = iterate
+        if isinstance(w, np.ndarray):
+            w[:] = values
+        else:
+            whole.update(dict(zip(iterate, values, strict=True)))
+        return w
+
+    def _averaged(self, weights: list[float]) -> list[float]:
+        """Take the weights after a step; their averages."""
+        average, room, size = self._average, self._room, len(weights)
+        if size > room:  # as much again, so that new features seldom find none
+            average, room = _widened(average, 2 * size - room), 2 * size
+        sample = np.zeros(room)
+        try:
+            sample[:size] = weights
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"weights: expected a number for each feature, got {weights!r:.80}; average arrays "
+                "with TailAverage"
+            ) from error
+        average.update(sample)
+        self._average, self._room = average, room
+        values: list[float] = average.value()[:size].tolist()
+        return values
+
+    @property
+    def learning_rate(self) -> float:
+        """Not here: linear models ask for it to apply `l1`, but after the step, to the averages."""
+        raise AttributeError(
+            "learning_rate: expected to be read from the optimizer inside, as in "
+            "averager.optimizer.learning_rate; if a model with l1 asked for it, l1 would change "
+            "the averages and not the weights that train: use l2, or optim.FTRLProximal(l1=...)"
+        )
+
+    @property
+    def _mutable_attributes(self) -> set[str]:
+        return {"optimizer"}
+
+    def __repr__(self) -> str:
+        return f"{self.__class__.__name__}({self.optimizer!r}, {self.window!r})"
+
+    @classmethod
+    def _unit_test_params(cls) -> Iterator[dict[str, Any]]:
+        yield {"optimizer": optim.SGD(), "window": 0.25}
+
+
+def _average(window: AnyWindow | Rule) -> TailAverage:
+    if isinstance(window, AnyTail):
+        raise TypeError(
+            "window: expected a number, a window or a rule that has one, got "
+            f"{window!r}, which has none; name one, such as 0.25"
+        )
+    return TailAverage(window)
+
+
+def _number(x: Any) -> float:
+    if not isinstance(x, _NUMBERS):
+        raise TypeError(f"x: expected a number, got {x!r}; leave such samples out")
+    return float(x)
+
+
+def _items(w: Any) -> Any:
+    """The weights with their names; those of an array have numbers."""
+    return enumerate(w) if isinstance(w, np.ndarray) else w.items()
+
+
+def _widened(average: TailAverage, more: int) -> TailAverage:
+    """An average with so many more elements, that have all been 0."""
+    if not average.count:
+        return average
+    state = average.state_dict()
+    state["blocks"] = np.pad(state["blocks"], ((0, 0), (0, more)))
+    state["partial"] = np.pad(state["partial"], (0, more))
+    return TailAverage.from_state_dict(state)
