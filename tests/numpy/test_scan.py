@@ -20,7 +20,6 @@ from tailavg import (
 from tailavg.numpy import loops
 from tailavg.numpy.scan import one_by_one
 
-
 ALL = [
     *RULES,
     AnytimeWindow(1e-19),
@@ -145,3 +144,19 @@ def test_small_chunks_of_float32_lose_no_more_than_single_samples(rule, chunk):
 def test_a_fraction_that_is_no_positive_float_is_refused():
     with pytest.raises(ValueError, match="c: expected a fraction"):
         Growing(Fraction(1, 10**400))
+
+
+def test_a_numba_that_cannot_be_imported_is_told_and_done_without(monkeypatch):
+    def fails():
+        raise ImportError("Numba needs another NumPy")
+
+    monkeypatch.setattr(loops, "LONG", 0)
+    monkeypatch.setattr(loops, "_compiled", fails)
+    monkeypatch.setattr(loops, "_broken", [])
+    loops.installed.cache_clear()
+    xs = np.arange(10.0)
+    with pytest.warns(UserWarning, match="numba cannot be imported, so scans are slower: Numba"):
+        first = TailAverage(3).scan(xs)
+    assert not loops.installed()
+    assert_close(TailAverage(3).scan(xs), first, 1e-15)
+    loops.installed.cache_clear()

@@ -62,10 +62,10 @@ def wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 def sum_in_order(rows: Array, dtype: np.dtype[Any]) -> Array:
     """The sum over the first axis, one row after another."""
-    if rows.shape[1] == 1:  # of one column NumPy would add halves
+    if rows.shape[1] == 1 and len(rows):  # of one column NumPy would add halves
         total: Array = np.add.accumulate(rows[:, 0], dtype=wide(dtype))[-1:]
-        return total if len(total) else np.zeros(1, wide(dtype))
-    total = np.add.reduce(rows, axis=0, dtype=wide(dtype))
+    else:
+        total = np.add.reduce(rows, axis=0, dtype=wide(dtype))
     return total
 
 

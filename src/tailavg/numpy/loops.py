@@ -12,6 +12,7 @@ samples, which are in no mean yet, in `sums`. A window is five numbers: see `des
 from __future__ import annotations
 
 import math
+import warnings
 from functools import lru_cache
 from importlib.util import find_spec
 from types import FunctionType, SimpleNamespace
@@ -37,7 +38,7 @@ __all__ = [
 ]
 
 LONG = 20_000
-"""How many numbers are scanned by plain loops before numba is imported: that takes half a second."""
+"""How many numbers are scanned by plain loops before numba is imported, for half a second."""
 
 SMALL = 24
 """Blocks of at most as many samples are weighed side by side."""
@@ -336,7 +337,7 @@ def scan_small(
         for block in range(closed):
             held[block] = held[n + block]
     means[closed, 0] = 0.0
-    return size
+    return int(size)
 
 
 def scan_rows(
@@ -580,13 +581,14 @@ _LOOPS = [
 plain = SimpleNamespace(**{loop.__name__: loop for loop in _LOOPS})
 """The loops as they are."""
 
-_taken = 0  # samples that were scanned while numba was not imported
+_taken = 0  # numbers that were scanned while numba was not imported
+_broken: list[ImportError] = []  # why it cannot be
 
 
 @lru_cache
 def installed() -> bool:
-    """Whether numba is there."""
-    return find_spec("numba") is not None
+    """Whether numba is there, and works."""
+    return find_spec("numba") is not None and not _broken
 
 
 def compiles(dtype: np.dtype[Any]) -> bool:
@@ -598,7 +600,15 @@ def fastest(numbers: int) -> SimpleNamespace:
     """The loops for so many numbers: compiled, or plain while there have been few. See `LONG`."""
     global _taken
     _taken += numbers + FOLD
-    return _compiled() if _taken >= LONG else plain
+    if _taken < LONG:
+        return plain
+    try:
+        return _compiled()
+    except ImportError as error:  # as of another version of NumPy
+        _broken.append(error)
+        installed.cache_clear()
+        warnings.warn(f"numba cannot be imported, so scans are slower: {error}", stacklevel=2)
+        return plain
 
 
 @lru_cache
