@@ -76,7 +76,6 @@ def open_block(
     if isinstance(asked, Decay):
         decayed_block(clock, means, partial, rows, asked, out)
         return
-    real_numbers = width == 1 and dtype == np.float64
     chunk = max(1, CHUNK // max(1, width))
     done = until = 0
     while done < len(rows):
@@ -101,11 +100,7 @@ def open_block(
             g = root(float(old), newer, excess)
             np.divide(1.0 - g, newer, newer)
             sums *= newer[:, None]
-            if real_numbers:
-                g *= old_mean
-                np.add(sums, g[:, None], out[part])
-            else:
-                np.add(sums, g[:, None] * old_mean, out[part])
+            np.add(sums, g[:, None] * old_mean, out[part])
         else:
             np.divide(sums, newer[:, None], out[part])
         done = part.stop
@@ -159,31 +154,18 @@ def alike_blocks(
     sizes = np.arange(1.0, size + 1.0)
     *closed, opened = read([*[size] * z, sizes], rule.size(clock.count))
     weights, each = np.reshape(closed, (z, size)), opened / sizes
-    numbers, shares = width == 1 and dtype == np.float64, np.full(size, 1.0 / size)
     held = np.reshape(means, (z + 1, width)).astype(dtype)
     blocks = max(1, 8 * CHUNK // (size * max(1, width)))
     for done in range(0, end, blocks * size):
         part = slice(done, min(end, done + blocks * size))
         n = (part.stop - done) // size
         x = rows[part].reshape(n, size, width)
-        with np.errstate(invalid="ignore", over="ignore"):
-            latest = x[:, :, 0] @ shares if numbers else x.sum(axis=1, dtype=dtype) / size
-        held = np.concatenate([held[len(held) - z :], latest.reshape(n, width)])
-        if numbers and np.isfinite(held).all():
-            # as products of matrices, in which a zero must not meet an infinity
-            before = np.array([held[i : i + n, 0] for i in range(z)]).reshape(z, n).T
-            if size <= 16:
-                sums = x[:, :, 0] @ (np.triu(np.ones((size, size))) * each)
-            else:
-                sums = np.cumsum(x[:, :, 0], axis=1, dtype=dtype)
-                sums *= each
-            sums += before @ weights
-        else:
-            sums = np.cumsum(x, axis=1, dtype=dtype)
-            sums *= each[:, None]
-            for i, weight in enumerate(weights):
-                needed = np.count_nonzero(weight)
-                sums[:, :needed] += held[i : i + n, None] * weight[:needed, None]
+        sums = np.cumsum(x, axis=1, dtype=dtype)
+        held = np.concatenate([held[len(held) - z :], sums[:, -1] / size])
+        sums *= each[:, None]
+        for i, weight in enumerate(weights):
+            needed = np.count_nonzero(weight)
+            sums[:, :needed] += held[i : i + n, None] * weight[:needed, None]
         out[part] = sums.reshape(n * size, width)
     return end, held[-1 - z :]
 
