@@ -10,8 +10,11 @@ results/core.csv, and as a table to results/core.md for the documentation.
 import argparse
 import csv
 import gc
+import os
 import platform
+import subprocess
 import sys
+import tempfile
 import tracemalloc
 import warnings
 from collections import deque
@@ -21,17 +24,22 @@ from time import perf_counter_ns
 from types import FunctionType
 
 import bottleneck
+import numba
+import numbagg
 import numpy as np
 import pandas as pd
 import polars as pl
 import river
 from river import stats, utils
 
-from tailavg import AnytimeWindow, Exponential, TailAverage
+from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, TailAverage
+from tailavg.core.rules import Rule
+from tailavg.numpy import loops
 
 RESULTS = Path(__file__).parent / "results"
 SCALARS = np.random.default_rng(0).random(100_000).tolist()
 LONG = np.random.default_rng(1).random(10**7)
+MATRIX = LONG.reshape(10**5, 100)
 Candidate = tuple[str, Callable[[], object], int]  # name, what is timed, items it handles
 
 
@@ -118,9 +126,115 @@ def array_group(size: int) -> list[Candidate]:
     return rows + [(f"update, {name}", update_of(a), repeats) for name, a in averages.items()]
 
 
+def without_numba(run: Callable[[], object]) -> Callable[[], object]:
+    """The same, as if numba were not installed."""
+
+    def run_without() -> None:
+        installed, loops.installed = loops.installed, lambda: False
+        try:
+            run()
+        finally:
+            loops.installed = installed
+
+    return run_without
+
+
+def scan(name: str, rule: Rule, xs: np.ndarray = LONG, windows: object = None) -> Candidate:
+    return name, lambda: TailAverage(rule).scan(xs, windows), xs.size
+
+
+def scan_without(name: str, rule: Rule) -> Candidate:
+    run = without_numba(lambda: TailAverage(rule).scan(LONG))
+    return f"{name}, without numba", run, len(LONG)
+
+
+def scans() -> dict[str, list[Candidate]]:
+    """The average after each sample."""
+    found: dict[str, list[Candidate]] = {}
+    series, frame = pd.Series(LONG), pl.Series(LONG)
+    for k in (10, 1000, 100_000):
+        found[f"scan, 10⁷ numbers, k = {k:,}"] = [
+            over("bottleneck move_mean", lambda k=k: bottleneck.move_mean(LONG, k)),
+            over("numbagg move_mean", lambda k=k: numbagg.move_mean(LONG, window=k)),
+            over("polars rolling_mean", lambda k=k: frame.rolling_mean(k)),
+            over("pandas rolling.mean", lambda k=k: series.rolling(k).mean()),
+            scan("anytime window", AnytimeWindow(k)),
+            scan("anytime window, 5 accumulators", AnytimeWindow(k, 5)),
+            scan("exact window", ExactWindow(k)),
+            scan_without("anytime window", AnytimeWindow(k)),
+        ]
+    found["scan, 10⁷ numbers, c = 0.25"] = [
+        over("bottleneck move_mean, 1,000", lambda: bottleneck.move_mean(LONG, 1000)),
+        scan("anytime window", AnytimeWindow(0.25)),
+        scan("anytime window, 5 accumulators", AnytimeWindow(0.25, 5)),
+        scan("exact window", ExactWindow(0.25)),
+        scan_without("anytime window", AnytimeWindow(0.25)),
+    ]
+    for k in (10, 1000, 100_000):
+        alpha = 2 / (k + 1)
+        found[f"exponential scan, 10⁷ numbers, k = {k:,}"] = [
+            over("pandas ewm.mean", lambda alpha=alpha: series.ewm(alpha=alpha).mean()),
+            over(
+                "numbagg move_exp_nanmean",
+                lambda alpha=alpha: numbagg.move_exp_nanmean(LONG, alpha=alpha),
+            ),
+            scan("exponential", Exponential(k)),
+            scan_without("exponential", Exponential(k)),
+        ]
+    found["exponential scan, 10⁷ numbers, c = 0.25"] = [
+        over("pandas ewm.mean, k = 1,000", lambda: series.ewm(alpha=2 / 1001).mean()),
+        scan("exponential", Exponential(0.25)),
+        scan_without("exponential", Exponential(0.25)),
+    ]
+    found["scan of every tail, 10⁷ numbers"] = [
+        scan("one window, 0.25", AnyTail(), LONG, 0.25),
+        scan("four windows", AnyTail(), LONG, [0.1, 0.25, 0.5, 1.0]),
+    ]
+    found["scan, 10⁵ rows of 100 numbers"] = [
+        ("numpy.copy", MATRIX.copy, MATRIX.size),
+        scan("anytime window, k = 10", AnytimeWindow(10), MATRIX),
+        scan("anytime window, k = 1,000", AnytimeWindow(1000), MATRIX),
+        scan("anytime window, c = 0.25", AnytimeWindow(0.25), MATRIX),
+        scan("exponential, c = 0.25", Exponential(0.25), MATRIX),
+    ]
+    windows = (10, 100, 1000, 10_000, 100_000, 10**6, 0.25, 0.01, 0.001, 1e-6)
+    found["scan, 10⁷ numbers, by window"] = [
+        scan(f"{'k' if isinstance(w, int) else 'c'} = {w:,}", AnytimeWindow(w)) for w in windows
+    ]
+    return found
+
+
+FIRST = """
+import time, sys
+import numpy as np
+from tailavg import Exponential, TailAverage
+start, xs = time.perf_counter(), np.ones(10**5)
+TailAverage(0.25).scan(xs)
+print(time.perf_counter() - start)
+for rule in (10, 1000, Exponential(0.25)):
+    for kind in (xs, xs.reshape(-1, 10), xs.reshape(-1, 10).astype("f4")):
+        TailAverage(rule).scan(kind)
+print(time.perf_counter() - start)
+"""
+
+
+def first_scans() -> list[tuple[str, float]]:
+    """Seconds for the first scan of a process, and for one of every kind: compiled, and cached."""
+    found = []
+    with tempfile.TemporaryDirectory() as cache:
+        for name in ("compiled", "from numba's cache"):
+            command = [sys.executable, "-c", FIRST]
+            environment = os.environ | {"NUMBA_CACHE_DIR": cache}
+            ran = subprocess.run(
+                command, env=environment, capture_output=True, text=True, check=True
+            )
+            first, all_kinds = map(float, ran.stdout.split())
+            found += [(f"numbers, c = 0.25, {name}", first), (f"every kind, {name}", all_kinds)]
+    return found
+
+
 def groups() -> dict[str, list[Candidate]]:
     """By name, with the peer first."""
-    series, frame = pd.Series(LONG), pl.Series(LONG)
     found = {
         "update, a number": [
             updates("river stats.Mean", stats.Mean),
@@ -152,23 +266,13 @@ def groups() -> dict[str, list[Candidate]]:
                 "exponential, k = 1,000", lambda: TailAverage(Exponential(1000)).update_many(LONG)
             ),
             over("exponential, c = 0.25", lambda: TailAverage(Exponential(0.25)).update_many(LONG)),
+            over(
+                "exponential, c = 0.25, without numba",
+                without_numba(lambda: TailAverage(Exponential(0.25)).update_many(LONG)),
+            ),
         ],
     }
-    for k in (10, 1000, 100_000):
-        found[f"scan, 10⁷ numbers, k = {k:,}"] = [
-            over("pandas rolling.mean", lambda k=k: series.rolling(k).mean()),
-            over("polars rolling_mean", lambda k=k: frame.rolling_mean(k)),
-            over("bottleneck move_mean", lambda k=k: bottleneck.move_mean(LONG, k)),
-            over("pandas ewm.mean", lambda k=k: series.ewm(alpha=2 / (k + 1)).mean()),
-            over("anytime window", lambda k=k: TailAverage(k).scan(LONG)),
-            over("exponential", lambda k=k: TailAverage(Exponential(k)).scan(LONG)),
-        ]
-    found["scan, 10⁷ numbers, c = 0.25"] = [
-        over("pandas rolling.mean, 1,000", lambda: series.rolling(1000).mean()),
-        over("polars rolling_mean, 1,000", lambda: frame.rolling_mean(1000)),
-        over("anytime window", lambda: TailAverage(0.25).scan(LONG)),
-        over("exponential", lambda: TailAverage(Exponential(0.25)).scan(LONG)),
-    ]
+    found |= scans()
     for size in (100, 10_000, 1_000_000):
         found[f"update, an array of {size:,}"] = array_group(size)
     found["update, a number, by window"] = [
@@ -203,7 +307,9 @@ def errors_after_a_huge_sample() -> dict[str, float]:
         theirs.update(x)
     values = {
         "tailavg": TailAverage(10).scan(xs)[-1],
+        "tailavg, exact window": TailAverage(ExactWindow(10)).scan(xs)[-1],
         "river Rolling(Mean)": theirs.get(),
+        "numbagg move_mean": numbagg.move_mean(xs, window=10)[-1],
         "bottleneck move_mean": bottleneck.move_mean(xs, 10)[-1],
         "pandas rolling.mean": pd.Series(xs).rolling(10).mean().iloc[-1],
         "polars rolling_mean": pl.Series(xs).rolling_mean(10)[-1],
@@ -227,6 +333,9 @@ def main() -> None:
         for name, took in best.items():
             rows.append([group, name, f"{took:.4g}", f"{took / best[peer]:.3g}"])
             print(f"{group:32} {name:32} {took:12.4g} ns  {took / best[peer]:6.3g} × {peer}")
+    for name, seconds in first_scans():
+        rows.append(["seconds for the first scan", name, f"{seconds:.2f}", ""])
+        print(*rows[-1])
     for power in range(1, 6):
         rows.append(
             ["bytes held, 1,000 numbers each", f"k = 10^{power}", bytes_held(10**power), ""]
@@ -242,7 +351,8 @@ def main() -> None:
         writer.writerows(rows)
     versions = (
         f"Python {platform.python_version()}, NumPy {np.__version__}, river {river.__version__}, "
-        f"pandas {pd.__version__}, polars {pl.__version__}, bottleneck {bottleneck.__version__}"
+        f"pandas {pd.__version__}, polars {pl.__version__}, bottleneck {bottleneck.__version__}, "
+        f"numbagg {numbagg.__version__}, numba {numba.__version__}"
     )
     table = ["| | ns each (or as named) | ratio |", "| --- | ---: | ---: |"]
     seen = ""
