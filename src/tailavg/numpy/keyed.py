@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +15,10 @@ from tailavg.core import state as layout
 from tailavg.core.clock import BlockClock, Clock, clock_for
 from tailavg.core.decay import Decay, Reading
 from tailavg.core.rules import AnyTail, ExactWindow, Exponential, Rule, window_of
-from tailavg.core.windows import AnyWindow, Growing, shown
+from tailavg.core.windows import AnyWindow, Growing, Window, shown
 from tailavg.numpy import loops
 from tailavg.numpy.arithmetic import Array
-from tailavg.numpy.average import NanPolicy, TailAverage, numbers
+from tailavg.numpy.average import NanPolicy, TailAverage, has_nan, numbers
 
 __all__ = ["Part", "TailAverages", "averages_for"]
 
@@ -291,7 +292,8 @@ class TailAverages(Mapping[Any, TailAverage]):
             raise ValueError(f"samples: expected a sequence of numbers, got shape {xs.shape}")
         if xs.dtype.kind == "c":
             raise TypeError(f"samples: expected real numbers, got {xs.dtype}")
-        if self.nan_policy == "raise" and (bad := np.isnan(xs)).any():
+        if self.nan_policy == "raise" and has_nan(xs):
+            bad = np.isnan(xs)
             raise ValueError(
                 f"samples: expected no NaN (nan_policy='raise'), got {int(bad.sum())}, the first "
                 f"at index {int(bad.argmax())}"
@@ -339,7 +341,8 @@ class TailAverages(Mapping[Any, TailAverage]):
         groups = _Groups(codes, len(keys), xs)
         held = [None if new is None else self._averages.get(key) for key in keys]
         compiled = None
-        if len(keys) > 1 and len(xs) and loops.installed() and not self._apart(window):
+        several = len(keys) > 1 or len(xs) <= SHARED
+        if several and len(xs) and loops.installed() and not self._apart(window):
             compiled = loops.compiled(len(xs))
         if compiled is None:
             averages = held.copy()
@@ -365,6 +368,9 @@ class TailAverages(Mapping[Any, TailAverage]):
         write: bool,
     ) -> Array:
         """Scan the groups one by one; new averages are put into the list."""
+        if groups.number == 1 and groups.sorted and len(groups.xs) and write:  # no copy is needed
+            averages[0] = average = averages[0] or self._new()
+            return average.scan(groups.xs, window)
         rows = groups.sort()
         out = np.full(len(rows) if write else 0, np.nan)
         for group in np.flatnonzero(np.diff(groups.starts)).tolist():
@@ -424,7 +430,8 @@ class _Groups:
         self.xs, self.number = xs, number
         self.omitted = False
         one = codes is None and number <= 1
-        self.codes: Array = np.zeros(len(xs), np.int8) if one else np.asarray(codes)
+        # of one group they are not looked at until they are counted, and take no memory
+        self.codes: Array = np.broadcast_to(0, len(xs)) if one else np.asarray(codes)
         if self.codes.shape != xs.shape:
             raise ValueError(f"keys: expected as many as samples, {len(xs)}, got {len(self.codes)}")
         self.sorted = one or not (
@@ -459,7 +466,7 @@ class _Groups:
     def sort_compiled(self, compiled: SimpleNamespace, omit: bool) -> Array:
         """As `sort`, without those that have no group or are to be omitted."""
         xs = np.ascontiguousarray(self.xs, np.float64)
-        self.omitted = bool(omit and np.isnan(xs).any())
+        self.omitted = omit and has_nan(xs)
         if self.sorted and not self.omitted:
             self._count()
             return xs
@@ -522,12 +529,8 @@ class _States:
             asked: Any = rule.window if not isinstance(rule, AnyTail) else None
             for step in steps if asked is None else []:
                 asked = window_of(rule, window, step)
-            clock = clock_for(rule)
-            assert isinstance(clock, BlockClock)
-            runs = [run for found, n in clock.runs(steps[-1], asked) for run in found * n]
-            plan = np.array(runs)
+            plan, untils = _plan(rule, asked, 1 << (steps[-1] - 1).bit_length())
             held = self.means, self.sizes, self.sums, self.rests, self.counts
-            untils = np.cumsum(plan[:, 0])
             compiled.scan_groups(rows, out, starts, *held, plan, untils, loops.described(asked))
         self.counts = np.where(done, ends, self.counts)
         return done
@@ -561,6 +564,16 @@ class _States:
                 average._clock.resume(count, blocks[i], folded[i])
                 known[count, folded[i]] = average._clock
             average._commit()
+
+
+@lru_cache(maxsize=64)
+def _plan(rule: Rule, window: Window, end: int) -> tuple[Array, Array]:
+    """The runs of samples from the first step on, and the steps at which they end."""
+    clock = clock_for(rule)
+    assert isinstance(clock, BlockClock)
+    runs = [run for found, repeats in clock.runs(end, window) for run in found * repeats]
+    plan = np.array(runs)
+    return plan, np.cumsum(plan[:, 0])
 
 
 def _resume(clock: Clock, like: Clock) -> None:
