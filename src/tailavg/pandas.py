@@ -126,25 +126,23 @@ def _parts(
     keys: Sequence[Any] = range(int(codes.max(initial=-1)) + 1)
     if not keep:
         return [(codes, keys, _numbers(column)) for column in columns]
-    keys = _keys(groups)
+    keys = _keys(groups, len(keys))
     return [
         (codes, keys if one else [(name, key) for key in keys], _numbers(column))
         for column, name in zip(columns, names, strict=True)
     ]
 
 
-def _keys(groups: Any) -> list[Any]:
+def _keys(groups: Any, number: int) -> list[Any]:
     """The key of each group, in the order of `ngroup`; None where it is missing."""
     index = groups._grouper.result_index
-    if index.nlevels == 1:
-        return [None if pd.isna(key) else key for key in index.tolist()]
-    if not groups.observed and any(
-        isinstance(level.dtype, pd.CategoricalDtype) for level in index.levels
-    ):
+    if len(index) != number:  # and `ngroup` does not count those that are not there
         raise ValueError(
-            "state: expected groups that are there, got all combinations of categories; pass "
+            f"state: expected {number} groups, all that are there, got {len(index)}; pass "
             "observed=True to groupby"
         )
+    if index.nlevels == 1:
+        return [None if pd.isna(key) else key for key in index.tolist()]
     return [tuple(None if pd.isna(part) else part for part in key) for key in index.tolist()]
 
 

@@ -140,7 +140,8 @@ def _groups(by: pl.DataFrame, keep: bool) -> tuple[Array, Sequence[Any]]:
     if by.width == 1 and (found := _near(by.to_series())) is not None:
         return found
     numbered = _unnamed(list(by)).with_row_index("row")
-    first = numbered.select(pl.col("row").first().over(pl.exclude("row")))["row"].to_numpy()
+    keys = numbered.columns[1:]
+    first = numbered.select(pl.col("row").first().over(keys))["row"].to_numpy()
     leads = first == np.arange(len(first))
     codes: Array = (np.cumsum(leads) - 1)[first]
     if not keep:
