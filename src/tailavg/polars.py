@@ -91,11 +91,11 @@ def _expression(data: pl.Expr, averages: TailAverages, by: Any) -> pl.Expr:
         return _scan(columns[:1], averages, _unnamed(columns[1:]), one=True, keep=False)[0]
 
     # a division by 1 makes floats of integers, and keeps Float32: the dtype is known beforehand
-    dtype: Any = pl.self_dtype() if hasattr(pl, "self_dtype") else None
+    dtype = pl.self_dtype()
     if by is None:
-        return (data / 1).map_batches(lambda column: scan([column]), dtype, is_elementwise=False)
+        return (data / 1.0).map_batches(lambda column: scan([column]), dtype, is_elementwise=False)
     keys = by if isinstance(by, list | tuple) else [by]
-    exprs = [data / 1, *(pl.col(key) if isinstance(key, str) else key for key in keys)]
+    exprs = [data / 1.0, *(pl.col(key) if isinstance(key, str) else key for key in keys)]
     return pl.map_batches(exprs, scan, dtype)
 
 
