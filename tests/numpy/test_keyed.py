@@ -430,3 +430,27 @@ def test_a_damaged_file_is_refused(tmp_path):
     np.savez(path.with_suffix(".npz"), header="{}", keys=np.zeros(2))
     with pytest.raises(ValueError, match="expected a file saved by tailavg"):
         TailAverages.load(path.with_suffix(".npz"))
+
+
+@of_rules(SOME)
+@pytest.mark.parametrize("rows", [1, 3, 6, 30])
+def test_few_rows_of_each_key_and_many(rows, rule, way):
+    """Whether a part is taken row by row or by group, it gives what each key gives."""
+    rng = np.random.default_rng(rows)
+    keys = rng.permutation(np.repeat(np.arange(50), rows))
+    xs = 1 + rng.random(len(keys))
+    xs[rng.random(len(keys)) < 0.1] = np.nan
+    averages = TailAverages(rule, nan_policy="omit")
+    averages.update_many(np.arange(25), np.ones(25))
+    got = averages.scan(keys, xs, window_for(rule))
+    before = (np.arange(25), np.ones(25))
+    all_keys, all_xs = np.concatenate([before[0], keys]), np.concatenate([before[1], xs])
+    expected, each = one_by_one(rule, all_keys, all_xs, "omit")
+    assert_close(got, expected[25:], 1e-12)
+    assert set(averages) == set(each)
+    assert {key: average.count for key, average in averages.items()} == {
+        key: average.count for key, average in each.items()
+    }
+    if way == "compiled" and not isinstance(rule, ExactWindow):
+        assert_same(got, expected[25:])
+        assert dict(averages) == each

@@ -287,12 +287,12 @@ def test_the_keys_of_a_state(tmp_path):
     assert keys(category["x"], category["run"]) == ["a", "b"]
     with pytest.raises(ValueError, match="pass observed=True"):
         keys(category.groupby("run", observed=False)["x"])
-    try:
-        found = keys(category.groupby(["run", "fold"], observed=False)["x"])
-    except ValueError as error:  # from pandas 3 on
-        assert "pass observed=True" in str(error)
+    both = category.groupby(["run", "fold"], observed=False)["x"]
+    if int(pd.__version__.split(".")[0]) < 3:  # which names only those that are there
+        assert keys(both) == [("b", 0), ("a", 0), ("a", 1)]
     else:
-        assert found == [("b", 0), ("a", 0), ("a", 1)]
+        with pytest.raises(ValueError, match="pass observed=True"):
+            keys(both)
 
 
 def test_groups_in_parts_meet_the_averages_of_their_keys():

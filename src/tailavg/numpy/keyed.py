@@ -25,6 +25,9 @@ __all__ = ["Part", "TailAverages", "averages_for"]
 SHARED = 4096
 """Groups that end by this step are scanned with one plan; a longer one is worth one of its own."""
 
+FEW = 4
+"""So many rows of each key are scanned one by one: what a key holds need not become an array."""
+
 _FLOAT64 = np.dtype(np.float64)
 _LISTS = ("keys", "counts", "starts", "blocks", "folded", "partial")
 
@@ -341,10 +344,14 @@ class TailAverages(Mapping[Any, TailAverage]):
         groups = _Groups(codes, len(keys), xs)
         held = [None if new is None else self._averages.get(key) for key in keys]
         compiled = None
+        few = new is not None and len(xs) <= len(keys) * (FEW if write else 4 * FEW)
         several = len(keys) > 1 or len(xs) <= SHARED
         if several and len(xs) and loops.installed() and not self._apart(window):
             compiled = loops.compiled(len(xs))
-        if compiled is None:
+        if few and groups.number > 1 and not isinstance(self.rule, ExactWindow):
+            averages = held.copy()
+            out = self._scan_few(groups, averages, window, write)
+        elif compiled is None:
             averages = held.copy()
             out = self._scan_apart(groups, averages, window, write)
         else:
@@ -359,6 +366,27 @@ class TailAverages(Mapping[Any, TailAverage]):
     def _apart(self, window: Reading | None) -> bool:
         """Whether each group has to be scanned on its own."""
         return isinstance(self.rule, ExactWindow) or isinstance(window, Decay)
+
+    def _scan_few(
+        self,
+        groups: _Groups,
+        averages: list[TailAverage | None],
+        window: Reading | None,
+        write: bool,
+    ) -> Array:
+        """As `_scan_apart`, row by row."""
+        out = np.full(len(groups.xs) if write else 0, np.nan)
+        rows = zip(groups.codes.tolist(), groups.xs.astype(np.float64).tolist(), strict=True)
+        for i, (group, x) in enumerate(rows):
+            if group < 0:
+                continue
+            average = averages[group]
+            if average is None:
+                average = averages[group] = self._new()
+            average.update(x)
+            if write and average.count:
+                out[i] = average.value(window)
+        return out
 
     def _scan_apart(
         self,
