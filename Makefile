@@ -27,6 +27,7 @@ figures: $(STAMPS)/plot  ## draw the figures of the documentation anew
 bench: $(STAMPS)/bench
 	$(PIP) --no-deps timm  # without torchvision, which its averages do not need
 	$(BIN)/python benchmarks/core.py
+	$(BIN)/python benchmarks/frames.py
 	$(BIN)/python benchmarks/stream.py
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/parameters.py

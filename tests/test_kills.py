@@ -15,6 +15,7 @@ SCRIPT = Path(__file__).parent / "support" / "kills.py"
     "write",
     [
         "save",
+        "save_keys",
         "save_averaged",
         "save_folder",
         "checkpoints",

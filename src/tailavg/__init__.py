@@ -6,7 +6,7 @@ if TYPE_CHECKING:
     from tailavg.core.profile import Profile
     from tailavg.core.rules import AnyTail, AnytimeWindow, ExactWindow, Exponential, RawTail
     from tailavg.core.windows import Fixed, Growing
-    from tailavg.numpy import TailAverage
+    from tailavg.numpy import TailAverage, TailAverages
 
 __all__ = [
     "AnyTail",
@@ -19,6 +19,7 @@ __all__ = [
     "Profile",
     "RawTail",
     "TailAverage",
+    "TailAverages",
 ]
 __version__ = "0.1.0"
 

@@ -16,6 +16,8 @@ import pytest
         ("tailavg.optax", "jax", "optax"),
         ("tailavg.optax", "optax", "optax"),
         ("tailavg.river", "river", "river"),
+        ("tailavg.pandas", "pandas", "pandas"),
+        ("tailavg.polars", "polars", "polars"),
         ("tailavg.torch", "torch", "torch"),
     ],
 )
@@ -46,3 +48,13 @@ def test_a_package_that_is_blocked_is_reported_in_pythons_own_words(name):
     *_, error, note = ran.stderr.strip().splitlines()
     assert re.match(rf"ModuleNotFoundError: .*\b{name}\b", error)
     assert f"pip install 'tailavg[{name}]'" in note
+
+
+def test_tailavg_imports_no_package_of_an_extra():
+    code = (
+        "import sys, tailavg\n"
+        "tailavg.TailAverages(2).scan([1, 2], [1.0, 2.0])\n"
+        "print({'numba', 'pandas', 'polars', 'pyarrow', 'torch', 'jax'} & set(sys.modules))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout == "set()\n"

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint import filesystem
 
 from interrupts import killed, kills
-from tailavg import AnyTail, TailAverage
+from tailavg import AnyTail, TailAverage, TailAverages
 from tailavg.checkpoints import average_checkpoints
 from tailavg.cli import app
 from tailavg.core.rules import ExactWindow
@@ -75,6 +75,14 @@ def save(tmp_path: Path) -> None:
     average.save(path)
     average.update_many(np.arange(100.0))
     check(lambda: average.save(path), path)
+
+
+def save_keys(tmp_path: Path) -> None:
+    path, averages = tmp_path / "averages.npz", TailAverages(0.25)
+    averages.update("a", 1.0)
+    averages.save(path)
+    averages.update_many(["a", "b"] * 50, np.arange(100.0))
+    check(lambda: averages.save(path), path)
 
 
 def save_averaged(tmp_path: Path) -> None:
@@ -162,6 +170,7 @@ WRITES = {
     write.__name__: write
     for write in (
         save,
+        save_keys,
         save_averaged,
         save_folder,
         checkpoints,

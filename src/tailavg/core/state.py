@@ -34,7 +34,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 from zipfile import ZIP_STORED, ZipFile
@@ -49,27 +49,33 @@ from tailavg.core.windows import MOST, Fixed, Growing, shown
 
 __all__ = [
     "FORMAT",
+    "KEYED",
     "VERSION",
     "as_json",
     "by_name",
     "check",
+    "check_keyed",
     "check_nan_policy",
     "check_steps",
     "from_json",
+    "keyed_state",
     "named",
     "nothing_yet",
     "plain",
     "read",
     "read_file",
     "read_folder",
+    "read_keyed",
     "rule_from",
     "state",
     "unnamed",
     "write_file",
     "write_folder",
+    "write_keyed",
 ]
 
 FORMAT = "tailavg"
+KEYED = "tailavg by key"
 VERSION = 1
 
 _KEYS: dict[str, Any] = {
@@ -84,6 +90,18 @@ _KEYS: dict[str, Any] = {
     "blocks": (list, tuple, np.ndarray),
     "folded": int,
     "partial": (int, float, complex, str, list, tuple, np.number, np.ndarray, Mapping),
+}
+_KEYED: dict[str, Any] = {
+    "format": str,
+    "version": int,
+    "rule": Mapping,
+    "nan_policy": str,
+    "keys": list,
+    "counts": list,
+    "starts": list,
+    "blocks": list,
+    "folded": list,
+    "partial": list,
 }
 _OPTIONAL: dict[str, Any] = {"calls": int}
 _SCALARS, _OPEN = "state.json", "open.safetensors"  # in a folder
@@ -282,25 +300,7 @@ def check(state: Any) -> dict[str, Any]:
 
     Numbers are no longer as JSON has them.
     """
-    if not isinstance(state, Mapping):
-        raise ValueError(f"state: expected a dict, got {type(state).__name__}")
-    form, version = state.get("format"), state.get("version")
-    if not (isinstance(form, str) and form == FORMAT):
-        raise ValueError(f"state: expected format {FORMAT!r}, got {shown(form)}")
-    if not (isinstance(version, int) and version == VERSION):
-        raise ValueError(
-            f"state: expected version {VERSION}, got {shown(version)}; "
-            "read it with the version of tailavg that wrote it"
-        )
-    if missing := [key for key in _KEYS if key not in state]:
-        raise ValueError(f"state: missing {', '.join(missing)}; was it truncated?")
-    keys = _KEYS | _OPTIONAL
-    if unexpected := [str(key) for key in state if key not in keys]:
-        raise ValueError(f"state: unexpected {shown(', '.join(unexpected))}")
-    for key, value in state.items():
-        kinds = keys[key]
-        if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
-            raise ValueError(f"state: {key}: got {shown(value)} of type {type(value).__name__}")
+    _check_fields(state, FORMAT, _KEYS, _OPTIONAL)
     dtype = state["dtype"]
     if dtype is not None and dtype not in _DTYPES:
         raise ValueError(f"state: dtype: expected one of {', '.join(_DTYPES)}, got {shown(dtype)}")
@@ -318,38 +318,71 @@ def check(state: Any) -> dict[str, Any]:
     return found
 
 
+def _check_fields(
+    state: Any, expected: str, needed: Mapping[str, Any], optional: Mapping[str, Any]
+) -> None:
+    if not isinstance(state, Mapping):
+        raise ValueError(f"state: expected a dict, got {type(state).__name__}")
+    form, version = state.get("format"), state.get("version")
+    if not (isinstance(form, str) and form == expected):
+        raise ValueError(f"state: expected format {expected!r}, got {shown(form)}")
+    if not (isinstance(version, int) and version == VERSION):
+        raise ValueError(
+            f"state: expected version {VERSION}, got {shown(version)}; "
+            "read it with the version of tailavg that wrote it"
+        )
+    if missing := [key for key in needed if key not in state]:
+        raise ValueError(f"state: missing {', '.join(missing)}; was it truncated?")
+    keys = {**needed, **optional}
+    if unexpected := [str(key) for key in state if key not in keys]:
+        raise ValueError(f"state: unexpected {shown(', '.join(unexpected))}")
+    for key, value in state.items():
+        kinds = keys[key]
+        if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
+            raise ValueError(f"state: {key}: got {shown(value)} of type {type(value).__name__}")
+
+
 def write_file(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
     """Write a state to one .npz file, whole or not at all."""
     state = check(state)
     arrays = {key: np.asarray(state[key]) for key in ("starts", "blocks", "partial")}
     header = {key: value for key, value in state.items() if key not in arrays}
-    with whole_file(path) as file:
-        np.savez(file, allow_pickle=False, header=np.asarray(json.dumps(header)), **arrays)
+    _write_npz(path, header, arrays)
 
 
 def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The state in a file that `write_file` wrote. Nothing is unpickled."""
+    header, found = _read_npz(path, "starts", "blocks", "partial")
+    return check(header | found | {"starts": found["starts"].tolist()})
+
+
+def _write_npz(
+    path: str | os.PathLike[str], header: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]
+) -> None:
+    """Write arrays, and a header as JSON, to one .npz file, whole or not at all."""
+    with whole_file(path) as file:
+        np.savez(file, allow_pickle=False, header=np.asarray(json.dumps(header)), **arrays)
+
+
+def _read_npz(
+    path: str | os.PathLike[str], *names: str
+) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
+    """The header and the arrays in a file that `_write_npz` wrote. Nothing is unpickled."""
     with Path(path).open("rb") as stream:
         try:
             with ZipFile(stream) as members:  # what is packed could be anything once unpacked
                 if any(member.compress_type != ZIP_STORED for member in members.infolist()):
                     raise ValueError("compressed arrays")
             with np.load(stream, allow_pickle=False) as file:
-                header, starts, blocks, partial = (
-                    file[name] for name in ("header", "starts", "blocks", "partial")
-                )
+                header, arrays = file["header"], {name: file[name] for name in names}
             if not (header.dtype.kind == "U" and header.ndim == 0):
                 raise ValueError("a header that is not text")
+            starts = arrays["starts"]
             if starts.ndim != 1 or (len(starts) and starts.dtype.kind != "i"):
                 raise ValueError(f"starts of {starts.dtype} and shape {starts.shape}")
-            state = json.loads(str(header)) | {
-                "starts": starts.tolist(),
-                "blocks": blocks,
-                "partial": partial,
-            }
+            return {**json.loads(str(header))}, arrays
         except Exception as error:  # a damaged file fails in as many ways as there are
             raise ValueError(f"{path}: expected a file saved by tailavg, got: {error}") from error
-    return check(state)
 
 
 def write_folder(
@@ -477,3 +510,101 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
 def nothing_yet(call: str, hint: str = "") -> ValueError:
     """What every framework raises for a read before the first sample."""
     return ValueError(f"{call}: expected at least one sample before the first read, got none{hint}")
+
+
+def keyed_state(
+    rule: Rule,
+    *,
+    nan_policy: str,
+    keys: list[Any],
+    counts: list[int],
+    starts: list[list[int]],
+    blocks: list[list[float]],
+    folded: list[int],
+    partial: list[float],
+) -> dict[str, Any]:
+    """The state of averages of numbers by key: lists with an entry for each key."""
+    return {
+        "format": KEYED,
+        "version": VERSION,
+        "rule": plain(rule),
+        "nan_policy": nan_policy,
+        "keys": keys,
+        "counts": counts,
+        "starts": starts,
+        "blocks": blocks,
+        "folded": folded,
+        "partial": partial,
+    }
+
+
+def check_keyed(state: Any) -> dict[str, Any]:
+    """The state of averages by key, if it has the keys, types and version; or raise a ValueError.
+
+    Whether the steps of each key are possible is left to its clock.
+    """
+    _check_fields(state, KEYED, _KEYED, {})
+    number = len(state["keys"])
+    for name in ("counts", "starts", "blocks", "folded", "partial"):
+        if len(state[name]) != number:
+            raise ValueError(
+                f"state: {name}: expected one for each of {number} keys, got {len(state[name])}"
+            )
+    lists = state["starts"], state["blocks"]
+    if not all(isinstance(entry, list | tuple) for found in lists for entry in found):
+        raise ValueError("state: expected lists of starts and of blocks, got others")
+    flat_starts = [start for found in state["starts"] for start in found]
+    for name, entries in (
+        ("counts", state["counts"]),
+        ("folded", state["folded"]),
+        ("starts", flat_starts),
+    ):
+        if not all(type(entry) is int for entry in entries):
+            raise ValueError(f"state: {name}: expected ints, got {shown(entries)}")
+    flat_blocks = [mean for found in state["blocks"] for mean in found]
+    for name, entries in (("partial", state["partial"]), ("blocks", flat_blocks)):
+        if not all(type(entry) in (float, int) for entry in entries):
+            raise ValueError(f"state: {name}: expected numbers, got {shown(entries)}")
+    return dict(state)
+
+
+def write_keyed(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
+    """Write the state of averages by key to one .npz file, whole or not at all.
+
+    What has an entry for each key becomes an array; the keys are JSON, as bytes.
+    """
+    state = check_keyed(state)
+    arrays = {name: np.array(state[name], np.int64) for name in ("counts", "folded")}
+    arrays["keys"] = np.frombuffer(json.dumps(state["keys"]).encode(), np.uint8)
+    arrays["partial"] = np.array(state["partial"], np.float64)
+    arrays["held"] = np.array([len(starts) for starts in state["starts"]], np.int64)
+    arrays["starts"] = np.array([x for found in state["starts"] for x in found], np.int64)
+    arrays["blocks"] = np.array([x for found in state["blocks"] for x in found], np.float64)
+    header = {name: value for name, value in state.items() if name not in arrays}
+    _write_npz(path, header, arrays)
+
+
+def read_keyed(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The state in a file that `write_keyed` wrote. Nothing is unpickled."""
+    header, found = _read_npz(
+        path, "keys", "counts", "held", "starts", "blocks", "folded", "partial"
+    )
+    kinds = {"keys": np.uint8, "blocks": np.float64, "partial": np.float64}
+    for name, array in found.items():
+        if array.ndim != 1 or array.dtype != kinds.get(name, np.int64):
+            raise ValueError(f"{path}: {name}: got {array.dtype} of shape {array.shape}")
+    held = found.pop("held").tolist()
+    ends = [0, *accumulate(held)]
+    if any(number < 0 for number in held) or {ends[-1]} != {
+        len(found["starts"]),
+        len(found["blocks"]),
+    }:
+        raise ValueError(f"{path}: sizes do not add up: {ends[-1]} blocks, got others")
+    try:
+        keys = json.loads(found.pop("keys").tobytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: keys: expected JSON, got: {error}") from error
+    lists: dict[str, Any] = {name: array.tolist() for name, array in found.items()}
+    for name in ("starts", "blocks"):
+        lists[name] = [lists[name][a:b] for a, b in pairwise(ends)]
+    return check_keyed({**header, "keys": keys, **lists})

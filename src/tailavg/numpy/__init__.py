@@ -2,5 +2,6 @@
 
 from tailavg.numpy import stores as stores  # which an average becomes
 from tailavg.numpy.average import TailAverage
+from tailavg.numpy.keyed import TailAverages
 
-__all__ = ["TailAverage"]
+__all__ = ["TailAverage", "TailAverages"]

@@ -397,6 +397,87 @@ def scan_rows(
     return rest
 
 
+def group_rows(codes: Any, xs: Any, omit: bool, starts: Any, places: Any, grouped: Any) -> None:
+    """Put rows of one group next to each other, in their order: a counting sort.
+
+    A row without a group, whose code is -1, or with a NaN that is omitted, has no place: -1.
+    """
+    for i in range(len(xs)):
+        if codes[i] >= 0 and not (omit and xs[i] != xs[i]):
+            starts[codes[i] + 1] += 1
+    for group in range(1, len(starts)):
+        starts[group] += starts[group - 1]
+    following = starts[:-1].copy()
+    for i in range(len(xs)):
+        places[i] = -1
+        if codes[i] >= 0 and not (omit and xs[i] != xs[i]):
+            place = following[codes[i]]
+            following[codes[i]] = place + 1
+            places[i] = place
+            grouped[place] = xs[i]
+
+
+def ungroup_rows(codes: Any, places: Any, averages: Any, latest: Any, out: Any) -> None:
+    """Back to the order of the rows; one that was omitted has the latest average of its group."""
+    for i in range(len(out)):
+        if codes[i] < 0:
+            out[i] = np.nan
+            continue
+        if places[i] >= 0:
+            latest[codes[i]] = averages[places[i]]
+        out[i] = latest[codes[i]]
+
+
+def scan_groups(
+    xs: Any,
+    out: Any,
+    starts: Any,
+    means: Any,
+    sizes: Any,
+    sums: Any,
+    rests: Any,
+    counts: Any,
+    plan: Any,
+    ends: Any,
+    window: Any,
+) -> None:
+    """`scan_numbers` for each group; one that goes on beyond the plan is left out.
+
+    All share a plan, which is that from step 0 on. Its runs end at the steps `ends`.
+    """
+    none = np.empty(0)
+    own = np.empty_like(plan)  # the part of the plan that a group goes through
+    for group in range(len(counts)):
+        first, until = starts[group], starts[group + 1]
+        t, end = counts[group], counts[group] + until - first
+        if t == end or end > ends[-1]:
+            continue
+        run = np.searchsorted(ends, t, side="right")
+        runs, at = 0, t
+        while at < end:
+            begun = at > ends[run] - plan[run, 0]
+            own[runs, 0] = min(end, ends[run]) - at
+            own[runs, 1] = plan[run, 1]
+            own[runs, 2] = -1 if begun else plan[run, 2]
+            at += own[runs, 0]
+            run += 1
+            runs += 1
+        rests[group] = scan_numbers(
+            xs[first:until],
+            out[first:until],
+            means[group],
+            sizes[group],
+            sums[group],
+            rests[group],
+            t,
+            own[:runs],
+            1,
+            window,
+            none,
+            none,
+        )
+
+
 def fill_factors(scales: Any, factors: Any, folded: int, least: int, window: Any) -> Any:
     """`tailavg.core.clock.factors`: how many there are, and the decay of the first sample."""
     for i in range(FOLD):
@@ -497,6 +578,33 @@ def scan_decaying_rows(
     return rest
 
 
+def scan_decaying_groups(
+    xs: Any,
+    out: Any,
+    starts: Any,
+    means: Any,
+    sums: Any,
+    rests: Any,
+    counts: Any,
+    steady: int,
+    window: Any,
+) -> None:
+    """`scan_decaying` for each group."""
+    for group in range(len(counts)):
+        first, until = starts[group], starts[group + 1]
+        if first < until:
+            rests[group] = scan_decaying(
+                xs[first:until],
+                out[first:until],
+                means[group],
+                sums[group],
+                rests[group],
+                counts[group],
+                steady,
+                window,
+            )
+
+
 def scan_exact(xs: Any, first: int, out: Any, t: int, window: Any, most: int) -> None:
     """Scan exact windows over numbers; `xs` has the last `first` of those before, too.
 
@@ -569,11 +677,15 @@ _LOOPS = [
     scan_numbers,
     scan_small,
     scan_rows,
+    group_rows,
+    ungroup_rows,
+    scan_groups,
     fill_factors,
     sum_with_factors,
     weigh_decayed,
     scan_decaying,
     scan_decaying_rows,
+    scan_decaying_groups,
     scan_exact,
     scan_exact_rows,
 ]

@@ -1,0 +1,178 @@
+"""Tail averages of pandas objects, after each row.
+
+df["smooth"] = tail_mean(df["loss"], 0.25)          # the last quarter of the rows so far
+tail_mean(df, Exponential(100), by="run")           # of each run, and each column
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tailavg.core.extras import needs
+
+with needs("pandas"):
+    import pandas as pd
+    from pandas.api.typing import DataFrameGroupBy, SeriesGroupBy
+
+from tailavg.core.rules import Rule
+from tailavg.core.windows import AnyWindow
+from tailavg.numpy.arithmetic import Array
+from tailavg.numpy.average import NanPolicy
+from tailavg.numpy.keyed import Part, TailAverages, averages_for
+
+__all__ = ["tail_mean"]
+
+_MASKED = (pd.arrays.FloatingArray, pd.arrays.IntegerArray, pd.arrays.BooleanArray)
+
+
+def tail_mean(
+    data: Any,
+    window: AnyWindow | Rule,
+    *,
+    by: Any = None,
+    nan_policy: NanPolicy = "omit",
+    state: TailAverages | None = None,
+    numeric_only: bool = False,
+) -> Any:
+    """The average of the tail after each row: a Series for a Series, a DataFrame for a DataFrame.
+
+    Index, names and kinds of columns stay: float32 gives float32, Arrow gives Arrow, `Int64` gives
+    `Float64`; integers and bools become float64. Averages are held in float64 throughout.
+
+    Args:
+        data: A Series, a DataFrame, or what `groupby` makes of them. As from `transform`, the
+            result of groups has the index of the data, and no columns that were grouped by.
+        window: How many samples are averaged, and how: a number (an int for the last that many, a
+            float in (0, 1] for the last fraction), a window or a rule, as for `TailAverage`.
+        by: What to group by: anything that `groupby` takes. Rows with a missing key have a missing
+            average.
+        nan_policy: What is done with missing values. `"omit"`, as pandas does in `mean` and `ewm`:
+            such a row is not counted, and has the average as it was. `"propagate"`: they are
+            missing from every average that has them in its window. `"raise"`.
+        state: For data that comes in parts: averages that go on from the last part. Its keys are
+            those of the groups, or names of columns where nothing is grouped; with groups and
+            columns they are (column, key).
+        numeric_only: Leave out the columns of a DataFrame that are not numeric. Otherwise they
+            raise.
+
+    Examples:
+        >>> df = pd.DataFrame({"run": ["a", "b", "a", "a"], "loss": [4.0, 9.0, 2.0, 1.0]})
+        >>> tail_mean(df["loss"], 2)
+        0    4.0
+        1    6.5
+        2    5.5
+        3    1.5
+        Name: loss, dtype: float64
+        >>> tail_mean(df, 2, by="run")
+           loss
+        0   4.0
+        1   9.0
+        2   3.0
+        3   1.5
+    """
+    averages = averages_for(window, nan_policy, state)
+    groups = None
+    if isinstance(data, SeriesGroupBy | DataFrameGroupBy):
+        if by is not None:
+            raise TypeError("by: expected none, since the data is grouped already, got one")
+        groups = data
+    elif not isinstance(data, pd.Series | pd.DataFrame):
+        raise TypeError(
+            f"data: expected a Series, a DataFrame or groups of one, got {type(data).__name__}"
+        )
+    elif by is not None:
+        groups = data.groupby(by, sort=False, observed=True)
+    if groups is not None:
+        data = groups._obj_with_exclusions  # what is selected, without what is grouped by
+    one = isinstance(data, pd.Series)
+    columns = [data] if one else [data.iloc[:, i] for i in range(data.shape[1])]
+    if not one and numeric_only:
+        columns = [column for column in columns if _is_numeric(column)]
+    for column in columns:
+        if not _is_numeric(column):
+            advice = "convert it" if one else "convert or drop it, or pass numeric_only=True"
+            raise TypeError(
+                f"data: expected real numbers, got column {column.name!r} of {column.dtype}; "
+                f"{advice}"
+            )
+    names = [column.name for column in columns]
+    parts = _parts(columns, names, groups, one, state is not None)
+    found = averages.scan_parts(parts, keep=state is not None)
+    results = [_like(column, values) for column, values in zip(columns, found, strict=True)]
+    if one:
+        return pd.Series(results[0], index=data.index, name=data.name, copy=False)
+    frame = pd.DataFrame(dict(enumerate(results)), index=data.index, copy=False)
+    which = [i for i in range(data.shape[1]) if not numeric_only or _is_numeric(data.iloc[:, i])]
+    frame.columns = data.columns[which]
+    return frame
+
+
+def _parts(
+    columns: Sequence[Any], names: list[Any], groups: Any, one: bool, keep: bool
+) -> list[Part]:
+    """The columns as numbers, with the groups of their rows."""
+    if keep and len(set(names)) < len(names):
+        raise ValueError(
+            f"state: expected columns of different names, to tell their averages apart, got {names}"
+        )
+    if groups is None:
+        keyed = zip(columns, names, strict=True)
+        return [(None, [name if keep else None], _numbers(column)) for column, name in keyed]
+    numbered = groups.ngroup()
+    codes = numbered.fillna(-1).to_numpy(np.int64)
+    keys: Sequence[Any] = range(int(codes.max(initial=-1)) + 1)
+    if not keep:
+        return [(codes, keys, _numbers(column)) for column in columns]
+    keys = _keys(groups, len(keys))
+    return [
+        (codes, keys if one else [(name, key) for key in keys], _numbers(column))
+        for column, name in zip(columns, names, strict=True)
+    ]
+
+
+def _keys(groups: Any, number: int) -> list[Any]:
+    """The key of each group, in the order of `ngroup`; None where it is missing."""
+    index = groups._grouper.result_index
+    if len(index) != number:  # and `ngroup` does not count those that are not there
+        raise ValueError(
+            f"state: expected {number} groups, all that are there, got {len(index)}; pass "
+            "observed=True to groupby"
+        )
+    if index.nlevels == 1:
+        return [None if pd.isna(key) else key for key in index.tolist()]
+    return [tuple(None if pd.isna(part) else part for part in key) for key in index.tolist()]
+
+
+def _is_numeric(column: Any) -> bool:
+    """Whether a column has real numbers."""
+    dtype = column.dtype
+    return pd.api.types.is_numeric_dtype(dtype) and not pd.api.types.is_complex_dtype(dtype)
+
+
+def _numbers(column: Any) -> Array:
+    """A column as an array of floats, with NaN where a value is missing."""
+    if isinstance(column.dtype, np.dtype):
+        values: Array = column.to_numpy()
+        return values if values.dtype.kind == "f" else values.astype(np.float64)
+    numbers: Array = column.to_numpy(dtype=np.float64, na_value=np.nan)
+    return numbers
+
+
+def _like(column: Any, averages: Array) -> Any:
+    """Averages in an array of the kind that a column has."""
+    dtype = column.dtype
+    if isinstance(dtype, np.dtype):
+        return averages.astype(dtype, copy=False) if dtype.kind == "f" else averages
+    if isinstance(dtype, pd.ArrowDtype):
+        import pyarrow as pa
+
+        kind = dtype.pyarrow_dtype
+        kind = kind if pa.types.is_floating(kind) else pa.float64()
+        return pd.array(pa.array(averages, mask=np.isnan(averages)).cast(kind), pd.ArrowDtype(kind))
+    if isinstance(column.array, _MASKED):
+        kind = np.float32 if dtype == pd.Float32Dtype() else np.float64
+        return pd.arrays.FloatingArray(averages.astype(kind), np.isnan(averages))
+    return averages

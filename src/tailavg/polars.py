@@ -1,0 +1,178 @@
+"""Tail averages of polars expressions, Series and DataFrames, after each row.
+
+df.with_columns(tail_mean(pl.col("loss"), 0.25))            # the last quarter of the rows so far
+df.with_columns(pl.col("loss").pipe(tail_mean, 0.25).over("run"))
+df.with_columns(tail_mean(pl.col("loss"), 0.25, by="run"))  # the same, and faster
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from tailavg.core.extras import needs
+
+with needs("polars"):
+    import polars as pl
+
+from tailavg.core.rules import Rule
+from tailavg.core.windows import AnyWindow
+from tailavg.numpy.arithmetic import Array
+from tailavg.numpy.average import NanPolicy, has_nan
+from tailavg.numpy.keyed import TailAverages, averages_for
+
+__all__ = ["tail_mean"]
+
+Data = TypeVar("Data", pl.Expr, pl.Series, pl.DataFrame)
+
+
+def tail_mean(
+    data: Data,
+    window: AnyWindow | Rule,
+    *,
+    by: Any = None,
+    nan_policy: NanPolicy = "omit",
+    state: TailAverages | None = None,
+) -> Data:
+    """The average of the tail after each row: an expression, a Series or a DataFrame, as `data` is.
+
+    Float32 gives Float32; integers and booleans become Float64. Averages are held in Float64.
+
+    Args:
+        data: An expression, a Series or a DataFrame. Expressions work in every engine; `over`
+            and `group_by` call them once per group.
+        window: How many samples are averaged, and how: a number (an int for the last that many, a
+            float in (0, 1] for the last fraction), a window or a rule, as for `TailAverage`.
+        by: What to group by: names or expressions; for a Series, another one. It gives what `over`
+            gives, much faster if there are many groups. A DataFrame keeps these columns.
+        nan_policy: What is done with a null or NaN. `"omit"`: the row is not counted, and has the
+            average as it was, or null if there is none yet. `"propagate"`: averages are NaN while
+            they have it in their window. `"raise"`.
+        state: For Series and DataFrames that come in parts: averages that go on from the last part.
+            Its keys are those of the groups, or names of columns where nothing is grouped; in a
+            DataFrame with groups they are (column, key).
+
+    Examples:
+        >>> df = pl.DataFrame({"run": ["a", "b", "a", "a"], "loss": [4.0, 9.0, 2.0, 1.0]})
+        >>> df.with_columns(tail_mean(pl.col("loss"), 2, by="run"))["loss"].to_list()
+        [4.0, 9.0, 3.0, 1.5]
+        >>> tail_mean(df["loss"], 2).to_list()
+        [4.0, 6.5, 5.5, 1.5]
+    """
+    averages = averages_for(window, nan_policy, state)
+    if isinstance(data, pl.Expr):
+        if state is not None:
+            raise TypeError(
+                "state: expected none with an expression, which polars may run at any time and "
+                "more than once, got one; pass a Series or a DataFrame"
+            )
+        return _expression(data, averages, by)
+    if isinstance(data, pl.Series):
+        if isinstance(by, str | pl.Expr):
+            raise TypeError(f"by: expected a Series, or a list of them, got {by!r}")
+        several = isinstance(by, list | tuple) and all(isinstance(one, pl.Series) for one in by)
+        keys = [] if by is None else [pl.Series(one) for one in (by if several else [by])]
+        return _scan([data], averages, _unnamed(keys), one=True, keep=state is not None)[0]
+    if isinstance(data, pl.DataFrame):
+        keyed = pl.DataFrame() if by is None else data.select(by)
+        columns = [column for column in data if column.name not in keyed.columns]
+        found = _scan(columns, averages, keyed, one=False, keep=state is not None)
+        return data.with_columns(found)
+    raise TypeError(
+        f"data: expected an expression, a Series or a DataFrame, got {type(data).__name__}"
+        + ("; pass an expression to its with_columns" if isinstance(data, pl.LazyFrame) else "")
+    )
+
+
+def _expression(data: pl.Expr, averages: TailAverages, by: Any) -> pl.Expr:
+    def scan(columns: Sequence[pl.Series]) -> pl.Series:
+        return _scan(columns[:1], averages, _unnamed(columns[1:]), one=True, keep=False)[0]
+
+    # a division by 1 makes floats of integers, and keeps Float32: the dtype is known beforehand
+    dtype = pl.self_dtype()
+    if by is None:
+        return (data / 1.0).map_batches(lambda column: scan([column]), dtype, is_elementwise=False)
+    keys = by if isinstance(by, list | tuple) else [by]
+    exprs = [data / 1.0, *(pl.col(key) if isinstance(key, str) else key for key in keys)]
+    return pl.map_batches(exprs, scan, dtype)
+
+
+def _scan(
+    columns: Sequence[pl.Series],
+    averages: TailAverages,
+    by: pl.DataFrame,
+    *,
+    one: bool,
+    keep: bool,
+) -> list[pl.Series]:
+    """The averages of columns, by the columns of a frame if it has any."""
+    for column in columns:
+        if not (column.dtype.is_numeric() or column.dtype == pl.Boolean):
+            raise TypeError(
+                f"data: expected numbers, got column {column.name!r} of {column.dtype}; cast or "
+                "drop it"
+            )
+    codes: Array | None = None
+    keys: Sequence[Any] = []
+    if by.width:
+        codes, keys = _groups(by, keep)
+    parts = [
+        (
+            codes,
+            [column.name] if codes is None else keys if one else _of(column.name, keys, keep),
+            _numbers(column),
+        )
+        for column in columns
+    ]
+    found = averages.scan_parts(parts, keep=keep)
+    omits = averages.nan_policy == "omit"
+    return [_like(*pair, omits) for pair in zip(columns, found, strict=True)]
+
+
+def _of(name: str, keys: Sequence[Any], keep: bool) -> Sequence[Any]:
+    return [(name, key) for key in keys] if keep else keys
+
+
+def _groups(by: pl.DataFrame, keep: bool) -> tuple[Array, Sequence[Any]]:
+    """The number of each row's group, in the order in which they appear, and their keys."""
+    if by.width == 1 and (found := _near(by.to_series())) is not None:
+        return found
+    numbered = _unnamed(list(by)).with_row_index("row")
+    keys = numbered.columns[1:]
+    first = numbered.select(pl.col("row").first().over(keys))["row"].to_numpy()
+    leads = first == np.arange(len(first))
+    codes: Array = (np.cumsum(leads) - 1)[first]
+    if not keep:
+        return codes, range(int(leads.sum()))
+    rows = by.filter(pl.Series(leads)).rows()
+    return codes, rows if by.width > 1 else [key for (key,) in rows]
+
+
+def _near(key: pl.Series) -> tuple[Array, Sequence[Any]] | None:
+    """As `_groups`, of integers that are near each other: each of those between has a group."""
+    if not (key.dtype.is_integer() and len(key)) or key.null_count():
+        return None
+    least, most = int(key.min()), int(key.max())  # type: ignore[arg-type]
+    if max(-least, most) > 2**62 or most - least >= max(len(key), 1024):
+        return None
+    return key.to_numpy().astype(np.int64) - least, range(least, most + 1)
+
+
+def _unnamed(columns: Sequence[pl.Series]) -> pl.DataFrame:
+    """A frame of columns whose names may be the same."""
+    return pl.DataFrame([column.alias(str(i)) for i, column in enumerate(columns)])
+
+
+def _numbers(column: pl.Series) -> Array:
+    """A column as an array of floats, with NaN where it is null."""
+    if not column.dtype.is_float():
+        column = column.cast(pl.Float64)
+    return column.to_numpy()
+
+
+def _like(column: pl.Series, averages: Array, omits: bool) -> pl.Series:
+    """Averages as a column; null where there is none yet."""
+    found = pl.Series(column.name, averages, nan_to_null=omits and has_nan(averages))
+    return found.cast(column.dtype) if column.dtype.is_float() else found

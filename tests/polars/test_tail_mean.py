@@ -1,0 +1,265 @@
+"""`tailavg.polars.tail_mean` against `TailAverage.scan` of each group, and the model's weights."""
+
+import numpy as np
+import polars as pl
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from polars.testing import assert_frame_equal, assert_series_equal
+
+from cases import assert_close
+from model import averages as weighted
+from model import weight_matrix
+from tailavg import (
+    AnyTail,
+    AnytimeWindow,
+    ExactWindow,
+    Exponential,
+    RawTail,
+    TailAverage,
+    TailAverages,
+)
+from tailavg.numpy import loops
+from tailavg.polars import tail_mean
+
+RULES = [AnytimeWindow(10), AnytimeWindow(0.25), Exponential(10), ExactWindow(5), RawTail(5, 60)]
+
+
+@pytest.fixture(params=["compiled", "without numba"], autouse=True)
+def way(request, monkeypatch):
+    if request.param == "compiled":
+        pytest.importorskip("numba")
+        monkeypatch.setattr(loops, "_taken", loops.LONG)
+    else:
+        monkeypatch.setattr(loops, "installed", lambda: False)
+
+
+def frame(rows: int = 400, runs: int = 7, seed: int = 0) -> pl.DataFrame:
+    rng = np.random.default_rng(seed)
+    return pl.DataFrame(
+        {
+            "run": [f"run {run}" for run in rng.integers(0, runs, rows)],
+            "loss": 1 + rng.random(rows),
+            "hits": rng.integers(1, 9, rows),
+        }
+    )
+
+
+def expected_by(rule, keys, column) -> list[float]:
+    out = np.full(len(column), np.nan)
+    keys, xs = np.array(keys.to_list(), object), column.to_numpy().astype(float)
+    for key in set(keys):
+        its = keys == key
+        out[its] = TailAverage(rule, nan_policy="omit").scan(xs[its])
+    return out.tolist()
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_a_series(rule):
+    series = frame()["loss"]
+    got = tail_mean(series, rule)
+    assert got.name == "loss"
+    np.testing.assert_array_equal(got, TailAverage(rule).scan(series.to_numpy()))
+    assert_close(got, weighted(weight_matrix(rule, len(series)), series.to_numpy()), 1e-12)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_groups(rule):
+    df = frame()
+    got = df.with_columns(tail_mean(pl.col("loss", "hits"), rule, by="run"))
+    for name in ("loss", "hits"):
+        assert got[name].to_list() == expected_by(rule, df["run"], df[name])
+    assert got["run"].to_list() == df["run"].to_list()
+    for run in set(df["run"]):
+        its = (df["run"] == run).to_numpy()
+        weights = weight_matrix(rule, int(its.sum()))
+        assert_close(
+            got["loss"].to_numpy()[its], weighted(weights, df["loss"].to_numpy()[its]), 1e-12
+        )
+
+
+def test_every_way_to_group_gives_the_same():
+    df = frame().with_columns(number=pl.col("run").str.tail(1).cast(pl.Int8))
+    expected = expected_by(0.25, df["run"], df["loss"])
+    ways = [
+        pl.col("loss").pipe(tail_mean, 0.25).over("run"),
+        tail_mean(pl.col("loss"), 0.25, by="run"),
+        tail_mean(pl.col("loss"), 0.25, by=["run", pl.col("run").str.len_chars()]),
+        tail_mean(pl.col("loss"), 0.25, by=pl.col("run").cast(pl.Categorical)),
+        tail_mean(pl.col("loss"), 0.25, by="number"),
+        tail_mean(pl.col("loss"), 0.25, by=pl.col("number").cast(pl.Int64) * 10**12),
+        tail_mean(pl.col("loss"), 0.25, by=pl.col("number").cast(pl.UInt64) + 2**63),
+    ]
+    for one in ways:
+        assert df.select(one)["loss"].to_list() == expected
+        assert df.with_columns(one)["loss"].to_list() == expected
+        for engine in ("in-memory", "streaming"):
+            lazy = df.lazy().with_columns(one).filter(pl.col("hits") > 4)
+            assert lazy.collect_schema()["loss"] == pl.Float64
+            assert_frame_equal(
+                lazy.collect(engine=engine), df.with_columns(one).filter(pl.col("hits") > 4)
+            )
+    assert tail_mean(df["loss"], 0.25, by=df["run"]).to_list() == expected
+    assert tail_mean(df["loss"], 0.25, by=[df["run"], df["number"]]).to_list() == expected
+    assert tail_mean(df["loss"], 0.25, by=df["run"].to_list()).to_list() == expected
+    got = tail_mean(df, 0.25, by=["run", "number"])
+    assert got.columns == df.columns
+    assert got["loss"].to_list() == expected
+    assert got["number"].equals(df["number"])
+    lists = df.group_by("run").agg(tail_mean(pl.col("loss"), 0.25))
+    for run, averages in lists.iter_rows():
+        its = df.filter(run=run)["loss"].to_numpy()
+        assert averages == TailAverage(0.25).scan(its).tolist()
+    streamed = df.lazy().group_by("run").agg(tail_mean(pl.col("loss"), 0.25))
+    assert_frame_equal(streamed.collect(engine="streaming"), lists, check_row_order=False)
+
+
+def test_an_expression_is_not_cut_into_batches():
+    series = pl.Series("x", np.random.default_rng(0).random(300_000))
+    expected = TailAverage(0.25).scan(series.to_numpy())
+    chunked = pl.concat([series[:1000], series[1000:100_000], series[100_000:]], rechunk=False)
+    lazy = chunked.to_frame().lazy().with_columns(tail_mean(pl.col("x"), 0.25))
+    for engine in ("in-memory", "streaming"):
+        np.testing.assert_array_equal(lazy.collect(engine=engine)["x"], expected)
+        np.testing.assert_array_equal(lazy.tail(5).collect(engine=engine)["x"], expected[-5:])
+    np.testing.assert_array_equal(tail_mean(chunked, 0.25), expected)
+
+
+DTYPES = {
+    pl.Float64: pl.Float64,
+    pl.Float32: pl.Float32,
+    pl.Int64: pl.Float64,
+    pl.UInt8: pl.Float64,
+    pl.Int16: pl.Float64,
+    pl.Boolean: pl.Float64,
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("by", [None, "run"])
+def test_dtypes(dtype, by):
+    df = pl.DataFrame({"run": [0, 1, 0, 0, 1], "x": pl.Series([1, 0, 1, 1, 0]).cast(dtype)})
+    exact = df.select(tail_mean(pl.col("x").cast(pl.Float64), 2, by=by))["x"].to_list()
+    expr = tail_mean(pl.col("x"), 2, by=by)
+    assert df.lazy().select(expr).collect_schema()["x"] == DTYPES[dtype]
+    keys = None if by is None else df["run"]
+    data = df if by else df.select("x")
+    for got in (
+        df.select(expr)["x"],
+        tail_mean(df["x"], 2, by=keys),
+        tail_mean(data, 2, by=by)["x"],
+    ):
+        assert got.dtype == DTYPES[dtype]
+        assert got.to_list() == exact
+    assert df.head(0).select(expr).schema == {"x": DTYPES[dtype]}
+    over = df.select(tail_mean(pl.col("x"), 2).over("run"))["x"]
+    assert_series_equal(over, df.select(tail_mean(pl.col("x"), 2, by="run"))["x"])
+
+
+@pytest.mark.parametrize("dtype", [pl.Float64, pl.Float32, pl.Int64])
+@pytest.mark.parametrize("missing", [None, float("nan")])
+def test_nulls_and_nans(dtype, missing):
+    if dtype == pl.Int64 and missing is not None:
+        pytest.skip("integers have no NaN")
+    series = pl.Series("x", [missing, 1, missing, 3, 5], dtype=dtype, strict=False)
+    df = series.to_frame().with_columns(run=pl.Series(["a", "b", "a", "a", "b"]))
+    for got in (tail_mean(series, 2), df.select(tail_mean(pl.col("x"), 2))["x"]):
+        assert got.to_list() == [None, 1, 1, 2, 4]
+    for by in (tail_mean(pl.col("x"), 2, by="run"), tail_mean(pl.col("x"), 2).over("run")):
+        assert df.select(by)["x"].to_list() == [None, 1, None, 3, 3]
+    got = tail_mean(series, 2, nan_policy="propagate")
+    assert got.is_nan().to_list() == [True, True, True, True, False]
+    with pytest.raises(ValueError, match=r"expected no NaN \(nan_policy='raise'\), got 2"):
+        tail_mean(series, 2, nan_policy="raise")
+    with pytest.raises((ValueError, pl.exceptions.PolarsError), match="expected no NaN"):
+        df.select(tail_mean(pl.col("x"), 2, nan_policy="raise"))
+
+
+def test_a_null_key_is_a_group_as_in_over():
+    df = pl.DataFrame({"run": ["a", None, "a", None], "n": [1, None, 1, None], "x": [1.0, 2, 3, 4]})
+    for key in ("run", "n"):
+        for expr in (tail_mean(pl.col("x"), 2, by=key), tail_mean(pl.col("x"), 2).over(key)):
+            assert df.select(expr)["x"].to_list() == [1, 2, 2, 3]
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_empty_and_one_row(rows):
+    df = frame().head(rows)
+    for got in (
+        tail_mean(df, 0.25, by="run"),
+        df.with_columns(tail_mean(pl.col("loss", "hits"), 0.25)),
+        df.with_columns(tail_mean(pl.col("loss", "hits"), 0.25).over("run")),
+        df.with_columns(tail_mean(pl.col("loss", "hits"), 0.25, by="run")),
+    ):
+        assert got.columns == df.columns
+        assert got["loss"].to_list() == df["loss"].to_list()
+        assert got["hits"].dtype == pl.Float64
+    assert len(tail_mean(df["loss"], 2)) == rows
+    assert tail_mean(pl.DataFrame(), 2).shape == (0, 0)
+
+
+def test_what_is_refused():
+    df = frame()
+    with pytest.raises(TypeError, match="got column 'run' of String; cast or drop it"):
+        tail_mean(df, 2)
+    with pytest.raises(TypeError, match="expected numbers, got column"):
+        tail_mean(df["run"], 2)
+    with pytest.raises(pl.exceptions.PolarsError):
+        df.select(tail_mean(pl.col("run"), 2))
+    with pytest.raises((TypeError, pl.exceptions.PolarsError), match="expected numbers, got col"):
+        df.select(tail_mean(pl.col("hits").cast(pl.Duration("us")), 2))
+    with pytest.raises(TypeError, match="LazyFrame; pass an expression to its with_columns"):
+        tail_mean(df.lazy(), 2)
+    with pytest.raises(
+        TypeError, match="expected an expression, a Series or a DataFrame, got list"
+    ):
+        tail_mean([1.0], 2)
+    with pytest.raises(TypeError, match="by: expected a Series"):
+        tail_mean(df["loss"], 2, by="run")
+    with pytest.raises(ValueError, match="as many as samples, 400, got 2"):
+        tail_mean(df["loss"], 2, by=pl.Series([1, 2]))
+    with pytest.raises(TypeError, match="state: expected none with an expression"):
+        tail_mean(pl.col("loss"), 2, state=TailAverages(2, nan_policy="omit"))
+    with pytest.raises(ValueError, match="state: expected TailAverages"):
+        tail_mean(df["loss"], 2, state=TailAverages(2))
+    with pytest.raises(ValueError, match="window"):
+        tail_mean(df["loss"], AnyTail())
+    with pytest.raises(ValueError, match="window: expected an int"):
+        tail_mean(pl.col("loss"), 1.5)
+
+
+@given(
+    rows=st.integers(1, 120),
+    cuts=st.lists(st.integers(0, 120), max_size=4).map(sorted),
+    rule=st.sampled_from([AnytimeWindow(6), AnytimeWindow(0.3), Exponential(0.3)]),
+    nan_policy=st.sampled_from(["omit", "propagate"]),
+)
+def test_parts_give_what_the_whole_gives(rows, cuts, rule, nan_policy):
+    bad = pl.Series(np.random.default_rng(rows).random(rows) < 0.2)
+    df = frame(rows, 4, rows).with_columns(loss=pl.when(~bad).then(pl.col("loss")))
+    whole = tail_mean(df, rule, by="run", nan_policy=nan_policy)
+    state, parts, start = TailAverages(rule, nan_policy=nan_policy), [], 0
+    for end in [*(cut for cut in cuts if cut < rows), rows]:
+        part = df[start:end]
+        parts.append(tail_mean(part, rule, by="run", nan_policy=nan_policy, state=state))
+        start = end
+    assert_frame_equal(pl.concat(parts), whole, check_exact=loops.installed(), rel_tol=1e-12)
+
+
+def test_the_keys_of_a_state(tmp_path):
+    df = pl.DataFrame({"run": ["a", "b", None], "fold": [0, 0, 1], "x": [1.0, 2.0, 3.0]})
+
+    def keys(data, by=None):
+        state = TailAverages(2, nan_policy="omit")
+        tail_mean(data, 2, by=by, state=state)
+        state.save(tmp_path / "state")
+        assert TailAverages.load(tmp_path / "state") == state
+        return list(state)
+
+    assert keys(df["x"]) == ["x"]
+    assert keys(df[["fold", "x"]]) == ["fold", "x"]
+    assert keys(df["x"], df["run"]) == ["a", "b", None]
+    assert keys(df["x"], df["fold"] * 3) == [0, 3]
+    assert keys(df[["run", "x"]], "run") == [("x", "a"), ("x", "b"), ("x", None)]
+    assert keys(df[["fold", "x"]], "fold") == [("x", 0), ("x", 1)]
+    assert keys(df, ["run", "fold"]) == [("x", ("a", 0)), ("x", ("b", 0)), ("x", (None, 1))]
