@@ -2,7 +2,7 @@
 
 A block of nothing but numbers is converted many lines at a time, with exactly Python's results:
 numbers are read as by `float` and written as by `%.12g`. Where the fast conversion might be wrong,
-Python converts the line.
+Python converts the line. Once there are many, and if numba is installed, compiled loops do it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from tailavg.cli import loops
 from tailavg.cli.common import fail
+from tailavg.numpy import compiling
 
 __all__ = [
     "NUMBER",
@@ -34,6 +37,7 @@ __all__ = [
     "decode",
     "encode",
     "format_numbers",
+    "parse_column",
     "parse_numbers",
     "short",
 ]
@@ -149,19 +153,13 @@ class CsvInput(PlainInput):
     def numbers(self, block: bytes) -> Array:
         """The numbers, one row per line; raise a ValueError if a line is not plain numbers."""
         assert self.names is not None
-        cells = [self._column(block, place) for place in self._places]
-        return np.stack([parse_numbers(column) for column in cells], axis=1)
+        width = len(self.names)
+        return np.stack([parse_column(block, place, width) for place in self._places], axis=1)
 
     def keys(self, block: bytes) -> bytes | None:
         """The keys, one per line; None if there are none. May raise as `numbers` does."""
-        return None if self.by is None else self._column(block, self._key_place)
-
-    def _column(self, block: bytes, place: int) -> bytes:
         assert self.names is not None
-        cells = column(block, place, len(self.names))
-        if cells is None:
-            raise ValueError("expected rows with as many cells as the header")
-        return cells
+        return None if self.by is None else _cells_of(block, self._key_place, len(self.names))
 
     @cached_property
     def _places(self) -> list[int]:
@@ -311,7 +309,58 @@ def parse_numbers(block: bytes) -> Array:
         >>> parse_numbers(b"1.5\n-20\n1e3\n")
         array([   1.5,  -20. , 1000. ])
     """
+    compiled = _compiled(len(block))
+    if compiled is not None:
+        return _parse_compiled(compiled, block, 0, 1)
     return np.concatenate([_parse_slice(part) for part in _slices(block)])
+
+
+def parse_column(block: bytes, place: int, width: int) -> Array:
+    r"""The numbers in a column of CSV; raise a ValueError if a cell or a row is anything else.
+
+    Examples:
+        >>> parse_column(b"1,0.5\n2,0.25\n", place=1, width=2)
+        array([0.5 , 0.25])
+    """
+    if b'"' not in block:
+        compiled = _compiled(len(block))
+        if compiled is not None:
+            return _parse_compiled(compiled, block, place, width)
+    return parse_numbers(_cells_of(block, place, width))
+
+
+def _cells_of(block: bytes, place: int, width: int) -> bytes:
+    cells = column(block, place, width)
+    if cells is None:
+        raise ValueError("expected rows with as many cells as the header")
+    return cells
+
+
+_taken = 0  # bytes that were converted while numba was not imported
+
+
+def _compiled(size: int) -> SimpleNamespace | None:
+    """The loops, compiled; None without numba, and while there have been few bytes."""
+    global _taken  # noqa: PLW0603
+    if not compiling.installed():
+        return None
+    _taken += size
+    return loops.compiled() if _taken >= loops.LONG else None
+
+
+def _parse_compiled(compiled: SimpleNamespace, block: bytes, place: int, width: int) -> Array:
+    """As `parse_column`, of a block without quotes."""
+    lines = block.count(b"\n")
+    numbers, odd = np.empty(lines), np.empty((lines, 3), np.int64)
+    found = compiled.parse(np.frombuffer(block, np.uint8), place, width, numbers, odd)
+    if found < 0:
+        raise ValueError("expected a number in each row, and as many cells as the header")
+    for row, start, end in odd[:found].tolist():
+        cell = block[start:end]
+        if b"_" in cell:  # float would read 1_000
+            raise ValueError("expected a number, got an underscore")
+        numbers[row] = float(cell)
+    return numbers
 
 
 def _slices(block: bytes) -> Iterator[bytes]:
@@ -439,11 +488,32 @@ def format_numbers(numbers: Array) -> bytes:
         b'1.5\t-20\n0.333333333333\t1e-09\n'
     """
     width = numbers[:1].size
+    compiled = _compiled(loops.WIDEST * numbers.size)
+    if compiled is not None:
+        return _format_compiled(compiled, np.ascontiguousarray(numbers).ravel(), width)
     step = max(1, _SLICE // 16 // max(1, width))
     return b"".join(
         _format_slice(numbers[start : start + step].ravel(), width)
         for start in range(0, len(numbers), step)
     )
+
+
+def _format_compiled(compiled: SimpleNamespace, numbers: Array, width: int) -> bytes:
+    """As `_format_slice`."""
+    wholes, exponents = np.empty((2, len(numbers)), np.int64)
+    found = compiled.twelve_digits(numbers, wholes, exponents)
+    if 4 * found > len(numbers):
+        return _format_by_python(numbers, width)
+    left = [(NUMBER % number).encode() for number in numbers[wholes < 0].tolist()] if found else []
+    texts = np.array(left, f"S{loops.WIDEST}").view(np.uint8).reshape(found, loops.WIDEST)
+    out = np.empty(loops.WIDEST * len(numbers), np.uint8)
+    size = compiled.write(numbers, wholes, exponents, width, texts, out)
+    return out[:size].tobytes()
+
+
+def _format_by_python(numbers: Array, width: int) -> bytes:
+    line = "\t".join([NUMBER] * width) + "\n"
+    return (line * (len(numbers) // width) % tuple(numbers.tolist())).encode()
 
 
 def _format_slice(numbers: Array, width: int) -> bytes:
@@ -459,8 +529,7 @@ def _format_slice(numbers: Array, width: int) -> bytes:
     misplaced = (scaled < 10.0 ** (DIGITS - 1)) | (rounded >= 10.0**DIGITS)
     unsure = np.flatnonzero(~usual | halves | misplaced)
     if 4 * len(unsure) > len(numbers):
-        line = "\t".join([NUMBER] * width) + "\n"
-        return (line * (len(numbers) // width) % tuple(numbers.tolist())).encode()
+        return _format_by_python(numbers, width)
     exponents[unsure], rounded[unsure] = 0, 10.0 ** (DIGITS - 1)  # overwritten below
     rows = np.zeros((len(numbers), 20), np.uint8)  # unused bytes stay 0
     rows[:, 0] = (numbers < 0) * np.uint8(_MINUS)

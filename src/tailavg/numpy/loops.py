@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from importlib.util import find_spec
-from types import FunctionType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from tailavg.core.clock import FOLD, SMALLEST, BlockClock, DecayClock
 from tailavg.core.windows import TIE, Fixed, Window
+from tailavg.numpy import compiling
 from tailavg.numpy.arithmetic import Array
+from tailavg.numpy.compiling import installed
 
 __all__ = ["LONG", "SMALL", "compiled", "described", "installed", "plain"]
 
@@ -508,16 +509,10 @@ _LOOPS = [
     scan_decaying_rows,
 ]
 
-plain = SimpleNamespace(**{loop.__name__: loop for loop in _LOOPS})
+plain = compiling.together(_LOOPS)
 """The loops as they are."""
 
 _taken = 0  # samples that were scanned while numba was not imported
-
-
-@lru_cache
-def installed() -> bool:
-    """Whether numba is there."""
-    return find_spec("numba") is not None
 
 
 def compiled(samples: int) -> SimpleNamespace | None:
@@ -529,14 +524,7 @@ def compiled(samples: int) -> SimpleNamespace | None:
 
 @lru_cache
 def _compiled() -> SimpleNamespace:
-    """Each loop is compiled when it is first called, or read from numba's cache on disk."""
-    from numba import njit
-
-    names = dict(globals())
-    for loop in _LOOPS:  # a copy that finds the compiled ones under the names of the plain ones
-        copy = FunctionType(loop.__code__, names, loop.__name__)
-        names[loop.__name__] = njit(cache=True, error_model="numpy")(copy)
-    return SimpleNamespace(**{loop.__name__: names[loop.__name__] for loop in _LOOPS})
+    return compiling.compiled(_LOOPS, globals())
 
 
 def scan_blocks(

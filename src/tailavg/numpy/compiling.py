@@ -1,0 +1,42 @@
+"""Loops in plain Python, compiled by numba if it is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from importlib.util import find_spec
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+__all__ = ["compiled", "installed", "together"]
+
+
+@lru_cache
+def installed() -> bool:
+    """Whether numba is there."""
+    return find_spec("numba") is not None
+
+
+def together(loops: Sequence[Callable[..., Any]]) -> SimpleNamespace:
+    """The loops as they are, by name."""
+    return SimpleNamespace(**{loop.__name__: loop for loop in loops})
+
+
+def compiled(loops: Sequence[Callable[..., Any]], names: Mapping[str, Any]) -> SimpleNamespace:
+    """The loops, compiled, by name. A loop may call those before it in the list.
+
+    Each is compiled when it is first called, or read from numba's cache on disk. That is renewed
+    when the file of the loop changes, not when another one does: loops call none of other files.
+
+    Args:
+        loops: Plain functions.
+        names: What they find: the `globals()` of their module.
+    """
+    from numba import njit
+
+    found = dict(names)
+    for loop in loops:  # a copy that finds the compiled ones under the names of the plain ones
+        assert isinstance(loop, FunctionType)
+        copy = FunctionType(loop.__code__, found, loop.__name__)
+        found[loop.__name__] = njit(cache=True, error_model="numpy")(copy)
+    return SimpleNamespace(**{loop.__name__: found[loop.__name__] for loop in loops})
