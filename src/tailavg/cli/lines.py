@@ -57,6 +57,8 @@ _NEWLINE, _TAB, _COMMA, _MINUS, _DOT, _ZERO = b"\n\t,-.0"
 _SLICE = 1 << 17  # bytes handled at once: their arrays fit the cache
 _POWERS = 10.0 ** np.arange(23)  # the powers that a float64 holds exactly
 _LONGEST = 19 if np.finfo(np.longdouble).nmant >= 63 else 15  # the most digits converted exactly
+_DECODER = json.JSONDecoder()
+_SCAN: Any = _DECODER.scan_once  # type: ignore[attr-defined]  # what raw_decode calls
 _HALF = re.compile("[\ud800-\udc7f\udd00-\udfff]")  # the rest stand for invalid bytes
 _FOUR = np.frombuffer(b"".join(b"%04d" % i for i in range(10_000)), np.uint32)  # "0000" … "9999"
 
@@ -75,6 +77,8 @@ class PlainInput:
     """One number per line."""
 
     kind: ClassVar[str] = "plain"
+    carries: ClassVar[str] = "csv"
+    """The output whose lines begin with those of the input."""
 
     columns: list[str]
     by: str | None
@@ -91,13 +95,12 @@ class PlainInput:
         self.names = ["value"]
         return block
 
-    def numbers(self, block: bytes) -> Array:
-        """The numbers, one row per line; raise a ValueError if a line is not plain numbers."""
-        return parse_numbers(block)[:, None]
+    def take(self, block: bytes) -> tuple[Array, list[str]]:
+        """The numbers, one row per line, and the keys, if any; raise a ValueError if a line is odd.
 
-    def keys(self, block: bytes) -> bytes | None:
-        """The keys, one per line; None if there are none."""
-        return None
+        Its lines are then parsed one by one.
+        """
+        return parse_numbers(block)[:, None], []
 
     def parse(self, line: str) -> Row:
         """Parse a line; raise a ValueError that says what is wrong with it."""
@@ -150,16 +153,15 @@ class CsvInput(PlainInput):
         self.check_names()
         return rest
 
-    def numbers(self, block: bytes) -> Array:
-        """The numbers, one row per line; raise a ValueError if a line is not plain numbers."""
+    def take(self, block: bytes) -> tuple[Array, list[str]]:
+        """See `PlainInput`."""
         assert self.names is not None
         width = len(self.names)
-        return np.stack([parse_column(block, place, width) for place in self._places], axis=1)
-
-    def keys(self, block: bytes) -> bytes | None:
-        """The keys, one per line; None if there are none. May raise as `numbers` does."""
-        assert self.names is not None
-        return None if self.by is None else _cells_of(block, self._key_place, len(self.names))
+        columns = [parse_column(block, place, width) for place in self._places]
+        keys: list[str] = []
+        if self.by is not None:
+            keys = decode(_cells_of(block, self._key_place, width)).split("\n")[:-1]
+        return np.stack(columns, axis=1), keys
 
     @cached_property
     def _places(self) -> list[int]:
@@ -188,26 +190,49 @@ class JsonInput(CsvInput):
     """JSON lines: one object per line."""
 
     kind = "jsonl"
+    carries = "jsonl"
 
     def take_header(self, block: bytes) -> bytes:
         """Return the block unchanged: the first row names the columns."""
         return block
 
-    def numbers(self, block: bytes) -> Array:
-        """Raise a ValueError: JSON is parsed row by row."""
-        raise ValueError
+    def take(self, block: bytes) -> tuple[Array, list[str]]:
+        """See `PlainInput`. No object is kept: memory that is used again is faster."""
+        numbers: list[float] = []
+        keys: list[str] = []
+        scan, columns, by, taken = _SCAN, self.columns, self.by, self._taken
+        try:
+            for line in decode(block).split("\n")[:-1]:
+                fields, end = scan(line, 0)
+                if end != len(line) or not fields.keys().isdisjoint(taken):
+                    raise ValueError
+                for name in columns:
+                    number = fields[name]
+                    if number.__class__ is not float:
+                        if number.__class__ is not int:
+                            raise ValueError
+                        number = float(number)
+                    numbers.append(number)
+                if by is not None:
+                    key = fields[by]
+                    keys.append(key if key.__class__ is str else json.dumps(key))
+                if self.names is None:
+                    self.names = list(fields)
+        except Exception as error:  # whatever it is, it is said of the line that it is in
+            raise ValueError("expected JSON objects with these fields") from error
+        return np.array(numbers).reshape(-1, len(columns)), keys
 
     def parse(self, line: str) -> Row:
         """Parse a line; raise a ValueError that says what is wrong with it."""
-        try:
-            fields = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"expected a JSON object ({error})") from error
+        fields = _json(line)
         if not isinstance(fields, dict):
             raise ValueError("expected a JSON object")
         numbers = []
         for name in self.columns:
             number = fields.get(name)
+            if number.__class__ is float:
+                numbers.append(number)
+                continue
             if name not in fields:
                 raise ValueError(f"expected a field {name!r}, got {list(fields)[:20]}")
             if not isinstance(number, int | float) or isinstance(number, bool):
@@ -222,11 +247,17 @@ class JsonInput(CsvInput):
             if self.by not in fields:
                 raise ValueError(f"expected a field {self.by!r}, got {list(fields)[:20]}")
             key = fields[self.by]
-        if taken := [name for name in self.averages if name in fields]:
+        if not fields.keys().isdisjoint(self._taken):
+            taken = [name for name in self._taken if name in fields]
             raise ValueError(f"expected no field {taken[0]!r}, the name of the average")
         if self.names is None:
             self.names = list(fields)
         return Row(line.strip(), numbers, key if isinstance(key, str) else json.dumps(key), fields)
+
+    @cached_property
+    def _taken(self) -> list[str]:
+        """The names that fields cannot have."""
+        return self.averages
 
     def json_object(self, row: Row) -> str:
         """The line, unchanged."""
@@ -277,6 +308,20 @@ def _number(text: str, expected: str) -> float:
     except ValueError:
         pass
     raise ValueError(f"expected {expected}")
+
+
+def _json(line: str) -> Any:
+    """What a line of JSON says."""
+    try:
+        fields, end = _DECODER.raw_decode(line)
+        if end == len(line):
+            return fields
+    except (ValueError, RecursionError):
+        pass
+    try:
+        return json.loads(line)  # with spaces around it, or with its own error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"expected a JSON object ({error})") from error
 
 
 def _json_number(number: float) -> float | None:
@@ -341,7 +386,7 @@ _taken = 0  # bytes that were converted while numba was not imported
 
 def _compiled(size: int) -> SimpleNamespace | None:
     """The loops, compiled; None without numba, and while there have been few bytes."""
-    global _taken  # noqa: PLW0603
+    global _taken
     if not compiling.installed():
         return None
     _taken += size

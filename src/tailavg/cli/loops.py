@@ -1,7 +1,7 @@
 """The loops that turn text to numbers and back: plain Python, compiled by numba if it is installed.
 
-They are exact: a number is what `float` reads and `%.12g` writes. What they leave to Python, because
-it is rare, they say. Text is an array of bytes. Decimals are held in 64 bits without a sign; their
+They are exact: a number is what `float` reads and `%.12g` writes. What is rare they leave to
+Python, and say so. Text is an array of bytes. Decimals are held in 64 bits without a sign; their
 products are taken in halves, since there is nothing wider.
 """
 
@@ -94,9 +94,9 @@ def decimal(digits: Any, power: int) -> Any:
     two = ((217706 * power) >> 16) + 63 + np.int64(upper) - zeros
     if two < -1021 or two > 1022:
         return -1.0
-    if low <= _ONE and -4 <= power <= 23 and bits & _THREE == _ONE:
-        if bits << (upper + _SHIFT) == high:  # half-way between two floats: to the even one
-            bits -= _ONE
+    halfway = low <= _ONE and -4 <= power <= 23 and bits << (upper + _SHIFT) == high
+    if halfway and bits & _THREE == _ONE:  # between two floats: to the even one
+        bits -= _ONE
     bits = (bits + (bits & _ONE)) >> _ONE
     return float(np.int64(bits)) * _TWOS[two - 52 + 1074]
 
@@ -155,7 +155,7 @@ def parse(text: Any, place: int, width: int, numbers: Any, odd: Any) -> int:
                 digit = text[at] - np.uint8(_ZERO)
                 if digit > 9:
                     break
-                exponent = exponent * 10 + np.int64(digit) if exponent < 10_000 else exponent
+                exponent = exponent * 10 + int(digit) if exponent < 10_000 else exponent
                 at += 1
             good = good and at > after
             power += -exponent if below else exponent
@@ -288,7 +288,7 @@ def write(numbers: Any, wholes: Any, exponents: Any, width: int, texts: Any, out
     return at
 
 
-_LOOPS = [product, decimal, parse, twelve_digits, write]
+_LOOPS: list[Any] = [product, decimal, parse, twelve_digits, write]
 
 plain = compiling.together(_LOOPS)
 """The loops as they are."""

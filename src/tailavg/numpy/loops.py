@@ -486,7 +486,104 @@ def scan_decaying_rows(
     return rest
 
 
-_LOOPS = [
+def group_rows(codes: Any, xs: Any, omit: bool, starts: Any, places: Any, grouped: Any) -> None:
+    """Put rows of one group next to each other, in their order: a counting sort.
+
+    A row without a group, whose code is -1, or with a NaN that is omitted, has no place: -1.
+    """
+    for i in range(len(xs)):
+        if codes[i] >= 0 and not (omit and xs[i] != xs[i]):
+            starts[codes[i] + 1] += 1
+    for group in range(1, len(starts)):
+        starts[group] += starts[group - 1]
+    following = starts[:-1].copy()
+    for i in range(len(xs)):
+        places[i] = -1
+        if codes[i] >= 0 and not (omit and xs[i] != xs[i]):
+            place = following[codes[i]]
+            following[codes[i]] = place + 1
+            places[i] = place
+            grouped[place] = xs[i]
+
+
+def scan_groups(
+    xs: Any,
+    out: Any,
+    starts: Any,
+    means: Any,
+    sizes: Any,
+    sums: Any,
+    rests: Any,
+    counts: Any,
+    plan: Any,
+    ends: Any,
+    window: Any,
+) -> None:
+    """`scan_numbers` for each group; one that goes on beyond the plan is left out.
+
+    All share a plan, which is that from step 0 on. Its runs end at the steps `ends`.
+    """
+    none = np.empty(0)
+    own = np.empty_like(plan)  # the part of the plan that a group goes through
+    for group in range(len(counts)):
+        first, until = starts[group], starts[group + 1]
+        t, end = counts[group], counts[group] + until - first
+        if t == end or end > ends[-1]:
+            continue
+        run = np.searchsorted(ends, t, side="right")
+        runs, at = 0, t
+        while at < end:
+            begun = at > ends[run] - plan[run, 0]
+            own[runs, 0] = min(end, ends[run]) - at
+            own[runs, 1] = plan[run, 1]
+            own[runs, 2] = -1 if begun else plan[run, 2]
+            at += own[runs, 0]
+            run += 1
+            runs += 1
+        rests[group] = scan_numbers(
+            xs[first:until],
+            out[first:until],
+            means[group],
+            sizes[group],
+            sums[group],
+            rests[group],
+            t,
+            own[:runs],
+            1,
+            window,
+            none,
+            none,
+        )
+
+
+def scan_decaying_groups(
+    xs: Any,
+    out: Any,
+    starts: Any,
+    means: Any,
+    sums: Any,
+    rests: Any,
+    counts: Any,
+    steady: int,
+    window: Any,
+) -> None:
+    """`scan_decaying` for each group."""
+    for group in range(len(counts)):
+        first, until = starts[group], starts[group + 1]
+        if first < until:
+            rests[group] = scan_decaying(
+                xs[first:until],
+                out[first:until],
+                means[group],
+                sums[group],
+                rests[group],
+                counts[group],
+                steady,
+                window,
+            )
+
+
+_LOOPS: list[Any] = [
     size_at,
     decay_at,
     split_weights,
@@ -507,6 +604,9 @@ _LOOPS = [
     weigh_decayed,
     scan_decaying,
     scan_decaying_rows,
+    group_rows,
+    scan_groups,
+    scan_decaying_groups,
 ]
 
 plain = compiling.together(_LOOPS)
@@ -517,7 +617,7 @@ _taken = 0  # samples that were scanned while numba was not imported
 
 def compiled(samples: int) -> SimpleNamespace | None:
     """The loops, compiled; None while there have been few samples: see `LONG`."""
-    global _taken  # noqa: PLW0603
+    global _taken
     _taken += samples
     return _compiled() if _taken >= LONG else None
 
