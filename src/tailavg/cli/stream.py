@@ -41,14 +41,13 @@ from tailavg.core import signals
 from tailavg.core.files import InUseError, check_writable, locked, whole_file
 from tailavg.core.rules import AnyTail, AnytimeWindow
 from tailavg.core.signals import Act, Stopped
-from tailavg.core.state import plain
+from tailavg.core.state import STREAM, STREAM_VERSIONS, plain
 from tailavg.core.windows import NEVER, Growing, Window
 
 __all__ = ["Output", "stream"]
 
 BLOCK = 1 << 20  # the most bytes to read before answering
 MANY = 30  # from this many lines on, arrays are faster
-FORMAT, VERSION = "tailavg stream", 3  # of a state; version 2 is read, too
 Shown = slice | list[bool]  # of many lines, those that are answered
 WAITING = Act.insist if os.name == "posix" else Act.stop  # what a signal does to a read or write
 
@@ -468,7 +467,7 @@ class Session:
 
     def _load(self, path: Path, file: BinaryIO) -> None:
         saved = json.loads(file.readline())
-        if saved["format"] != FORMAT or saved["version"] not in (2, VERSION):
+        if saved["format"] != STREAM or saved["version"] not in STREAM_VERSIONS:
             raise ValueError(f"format {saved['format']!r}, version {saved['version']!r}")
         for name, value in self._options().items():
             if saved["options"][name] != value:
@@ -496,8 +495,8 @@ class Session:
     def save(self, path: Path) -> None:
         """Write the state, whole or not at all: a line about all keys, then one for each."""
         state = {
-            "format": FORMAT,
-            "version": VERSION,
+            "format": STREAM,
+            "version": STREAM_VERSIONS[-1],
             "options": self._options(),
             "names": self.source.names,
             "headed": self.headed,
