@@ -23,7 +23,6 @@ from tailavg.numpy.arithmetic import Array
 __all__ = ["Averages", "Reads"]
 
 FEW = 32  # rows of a key that are kept
-_KEYED = 6  # times the time of a number takes a row of a key, while numba is not imported
 
 Reads = list[tuple[Rule, Window | None]]
 """For each average of a column: its rule, and the window to read if the rule has none."""
@@ -39,6 +38,7 @@ class Averages:
         self._most = FEW * columns if keep else 0
         self._packs = keep and compiling.installed() and Packed.holds(self.rules)
         self._packed: Packed | None = None
+        self._taken = 0  # rows that came in blocks while it was None
         # of each key, the averages by each rule of each column; or the samples, row by row
         self._held: dict[str, list[TailAverage] | array[float]] = {}
         self._model = [TailAverage(rule) for rule in self.rules]  # of as many samples as looked up
@@ -79,7 +79,9 @@ class Averages:
     def scan_keys(self, keys: list[str], rows: Array, every: int) -> tuple[Array, list[bool]]:
         """Take rows, each of a key; the averages after every `every`-th, and which those are."""
         if self._packs and self._packed is None:
-            self._pack(_KEYED * len(rows))
+            self._taken += len(rows)
+            if self._taken >= loops.LONG:
+                self._pack()
         if self._packed is not None:
             averages, counts = self._packed.scan(keys, rows)
             shown = counts % every == 0
@@ -108,11 +110,10 @@ class Averages:
                     self._held[key] = averages
         return found
 
-    def _pack(self, rows: int) -> None:
-        """Hold all keys in arrays, if that many more rows make it worth the import of numba."""
-        compiled = loops.compiled(rows)
-        if compiled is None:
-            return
+    def _pack(self) -> None:
+        """Hold all keys in arrays."""
+        compiled = loops.compiled(loops.LONG)
+        assert compiled is not None
         packed = Packed(self.rules, self._places, self._columns, compiled)
         for key, held in self._held.items():
             averages = held if isinstance(held, list) else self._replayed(held)
