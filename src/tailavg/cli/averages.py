@@ -23,6 +23,7 @@ from tailavg.numpy.arithmetic import Array
 __all__ = ["Averages", "Reads"]
 
 FEW = 32  # rows of a key that are kept
+SINGLE = 10_000  # keys that are held by themselves, beside those in arrays
 
 Reads = list[tuple[Rule, Window | None]]
 """For each average of a column: its rule, and the window to read if the rule has none."""
@@ -38,7 +39,7 @@ class Averages:
         self._most = FEW * columns if keep else 0
         self._packs = keep and compiling.installed() and Packed.holds(self.rules)
         self._packed: Packed | None = None
-        self._taken = 0  # rows that came in blocks while it was None
+        self._taken = 0  # rows that came in blocks
         # of each key, the averages by each rule of each column; or the samples, row by row
         self._held: dict[str, list[TailAverage] | array[float]] = {}
         self._model = [TailAverage(rule) for rule in self.rules]  # of as many samples as looked up
@@ -50,13 +51,12 @@ class Averages:
             self._alike.append(average.state_dict())
 
     def __len__(self) -> int:
-        return len(self._held) + (0 if self._packed is None else len(self._packed))
+        return len(self._held if self._packed is None else self._pack())
 
     def step(self, key: str, row: list[float], every: int) -> list[float]:
         """Take a row, and return the averages after it; none unless it is an `every`-th."""
-        if self._packed is not None:
-            averages, counts = self._packed.scan([key], np.array([row]))
-            return [] if counts[0] % every else averages[0].tolist()
+        if self._packed is not None and key not in self._held:
+            self._unpack(key)
         held = self._held.get(key)
         if not isinstance(held, list):
             if held is None:
@@ -78,11 +78,9 @@ class Averages:
 
     def scan_keys(self, keys: list[str], rows: Array, every: int) -> tuple[Array, list[bool]]:
         """Take rows, each of a key; the averages after every `every`-th, and which those are."""
-        if self._packs and self._packed is None:
-            self._taken += len(rows)
-            if self._taken >= loops.LONG:
-                self._pack()
-        if self._packed is not None:
+        self._taken += len(rows)
+        if self._packed is not None or (self._packs and self._taken >= loops.LONG):
+            self._packed = self._pack()
             averages, counts = self._packed.scan(keys, rows)
             shown = counts % every == 0
             return averages[shown], shown.tolist()
@@ -110,15 +108,30 @@ class Averages:
                     self._held[key] = averages
         return found
 
-    def _pack(self) -> None:
+    def _pack(self) -> Packed:
         """Hold all keys in arrays."""
-        compiled = loops.compiled(loops.LONG)
-        assert compiled is not None
-        packed = Packed(self.rules, self._places, self._columns, compiled)
+        packed = self._packed
+        if packed is None:
+            compiled = loops.compiled(loops.LONG)
+            assert compiled is not None
+            packed = Packed(self.rules, self._places, self._columns, compiled)
         for key, held in self._held.items():
             averages = held if isinstance(held, list) else self._replayed(held)
             packed.put(key, [average.state_dict() for average in averages])
-        self._held, self._packed = {}, packed
+        self._held = {}
+        return packed
+
+    def _unpack(self, key: str) -> None:
+        """Hold a key by itself: rows that come one by one are then taken faster."""
+        assert self._packed is not None
+        if len(self._held) >= SINGLE:
+            self._pack()
+        states = self._packed.states_of(key)
+        if states:
+            self._held[key] = [
+                TailAverage.from_state_dict(self._alike[i % len(self.rules)] | own)
+                for i, own in enumerate(states)
+            ]
 
     def scan(self, key: str, rows: Array) -> tuple[Array, int]:
         """Take rows, and return the averages after each; and how many rows came before."""
@@ -168,7 +181,7 @@ class Averages:
     def saved(self) -> Iterator[tuple[str, list[Any]]]:
         """Each key, with its samples or averages as plain data."""
         if self._packed is not None:
-            yield from self._packed.states()
+            yield from self._pack().states()
         for key, held in self._held.items():
             if isinstance(held, list):
                 states = [average.state_dict() for average in held]

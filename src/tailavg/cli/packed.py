@@ -60,9 +60,6 @@ class Packed:
     def __len__(self) -> int:
         return len(self._slots)
 
-    def __contains__(self, key: str) -> bool:
-        return key in self._slots
-
     def scan(self, keys: list[str], rows: Array) -> tuple[Array, Array]:
         """Take rows, each of a key; the averages after each, and how many rows its key then has."""
         places = dict.fromkeys(keys)
@@ -156,18 +153,21 @@ class Packed:
             _store([means[slot], sizes[slot], sums[slot]], state)
             rests[slot] = state["count"] - state["folded"]
 
-    def states(self) -> Iterator[tuple[str, list[Any]]]:
-        """Each key with the states of its averages, of each what is in `OWN`."""
-        rules = self._rules * self._columns
-        for key, slot in self._slots.items():
-            count = int(self._counts[slot])
-            yield (
-                key,
-                [
-                    _state(rule, count, [part[slot] for part in parts])
-                    for rule, parts in zip(rules, self._held, strict=True)
-                ],
-            )
+    def states_of(self, key: str) -> list[dict[str, Any]]:
+        """The states of the averages of a key, of each what is in `OWN`; none if it is new."""
+        slot = self._slots.get(key)
+        if slot is None:
+            return []
+        count, rules = int(self._counts[slot]), self._rules * self._columns
+        return [
+            _state(rule, count, [part[slot] for part in parts])
+            for rule, parts in zip(rules, self._held, strict=True)
+        ]
+
+    def states(self) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+        """Each key, with the states of its averages."""
+        for key in self._slots:
+            yield key, self.states_of(key)
 
 
 def _empty(rule: Rule) -> list[Array]:
