@@ -1,11 +1,15 @@
-"""`tailavg stream` against `mawk` on 10⁷ lines, and the time for a lone line.
+"""`tailavg stream` against `mawk` on 10⁷ lines, rows with keys, and the time for a lone line.
 
-    python benchmarks/stream.py [--rounds 3] [--lines 10000000]
+    python benchmarks/stream.py [--rounds 3] [--lines 10000000] [--rows 1000000]
 
 mawk writes the running mean of a file, the cheapest comparable task; `tailavg stream` writes the
 average of the last quarter. Both are timed as complete processes that write to a file, in
 interleaved rounds; the best round counts. Ratios are to mawk on the same file; smaller is faster.
-The rows go to results/stream.csv, and as a table to results/stream.md.
+Each is run with numba and without it, which is then hidden from the process.
+
+Rows of CSV with 1,000 keys, and JSON lines with and without keys, are timed in the same way, in
+microseconds of a complete process for each row. The results go to results/stream.csv, and as
+tables to results/stream.md.
 
 A lone line is parsed, averaged, formatted and written to /dev/null, after 20,000 others. Its time
 is that within the process, without the wait for the line; its rows have the median and the best.
@@ -20,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from importlib.metadata import version as version_of
 from pathlib import Path
 from resource import RUSAGE_CHILDREN, getrusage
 from time import perf_counter
@@ -32,6 +37,16 @@ from tailavg.cli.stream import Output, Session, _write
 
 RESULTS = Path(__file__).parent / "results"
 STREAM = [sys.executable, "-m", "tailavg", "stream", "--window"]
+HIDE = """
+import sys
+sys.modules["numba"] = None  # not found
+from importlib import util
+find = util.find_spec
+util.find_spec = lambda name, package=None: None if name == "numba" else find(name, package)
+from tailavg.__main__ import main
+main()
+"""
+WITHOUT = [sys.executable, "-c", HIDE, "stream", "--window"]
 MEAN = ["mawk", "{ s += $1; print s / NR }"]
 COLUMN_MEAN = ["mawk", "-F,", "NR > 1 { s += $2; print s / (NR - 1) }"]
 HEADER = "step,loss,run\n"
@@ -62,18 +77,40 @@ def groups(folder: Path, lines: int) -> dict[str, list[Candidate]]:
     return {
         "plain numbers of 6 decimals": [
             ("mawk, mean", [*MEAN, short]),
-            ("stream, c = 0.25", [*STREAM, "0.25", short]),
-            ("stream, k = 1,000", [*STREAM, "1000", short]),
+            *both("stream, c = 0.25", "0.25", short),
+            *both("stream, k = 1,000", "1000", short),
         ],
         "plain numbers of 17 digits": [
             ("mawk, mean", [*MEAN, full]),
-            ("stream, c = 0.25", [*STREAM, "0.25", full]),
+            *both("stream, c = 0.25", "0.25", full),
         ],
         "a CSV column": [
             ("mawk, mean", [*COLUMN_MEAN, table]),
-            ("stream, c = 0.25", [*STREAM, "0.25", "--column", "loss", table]),
+            *both("stream, c = 0.25", "0.25", "--column", "loss", table),
         ],
     }
+
+
+def both(name: str, *arguments: str) -> list[Candidate]:
+    """With numba and without."""
+    return [(name, [*STREAM, *arguments]), (f"{name}, no numba", [*WITHOUT, *arguments])]
+
+
+def keyed_groups(folder: Path, rows: int) -> list[Candidate]:
+    """Rows with keys, and JSON lines."""
+    keys = np.random.default_rng(1).integers(0, 1000, rows).tolist()
+    table = write(folder / "keyed.csv", rows, HEADER, lambda i, x: f"{i},{x:.6f},run{keys[i]}\n")
+    objects = write(
+        folder / "keyed.jsonl",
+        rows,
+        "",
+        lambda i, x: f'{{"step": {i}, "loss": {x:.6f}, "run": "run{keys[i]}"}}\n',
+    )
+    return [
+        *both("CSV, 1,000 keys", "0.25", "--column", "loss", "--by", "run", table),
+        *both("JSON lines", "0.25", "--field", "loss", objects),
+        *both("JSON lines, 1,000 keys", "0.25", "--field", "loss", "--by", "run", objects),
+    ]
 
 
 def measure(command: list[str], output: Path) -> tuple[float, float]:
@@ -83,6 +120,15 @@ def measure(command: list[str], output: Path) -> tuple[float, float]:
         subprocess.run(command, stdout=file, check=True)
         took, after = perf_counter() - start, getrusage(RUSAGE_CHILDREN)
     return took, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def fastest(candidates: list[Candidate], rounds: int, output: Path) -> dict[str, list[float]]:
+    """The least seconds of wall time, and of processor time, of interleaved rounds."""
+    best = {name: [float("inf")] * 2 for name, _ in candidates}
+    for _ in range(rounds):
+        for name, command in candidates:
+            best[name] = list(map(min, best[name], measure(command, output)))
+    return best
 
 
 def lone_lines(source: PlainInput, header: bytes, line: Callable[[int, float], str]) -> list[float]:
@@ -111,24 +157,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3, help="rounds of each group (%(default)s)")
     parser.add_argument("--lines", type=int, default=10**7, help="lines of a file (%(default)s)")
+    parser.add_argument("--rows", type=int, default=10**6, help="rows with keys (%(default)s)")
     options = parser.parse_args()
     if shutil.which("mawk") is None:
         sys.exit("benchmarks/stream.py: skipped: mawk is missing; apt-get install mawk")
-    rows = []
+    rows, keyed = [], []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for group, candidates in groups(folder, options.lines).items():
-            best = {name: (float("inf"), float("inf")) for name, _ in candidates}
-            for _ in range(options.rounds):
-                for name, command in candidates:
-                    took = measure(command, folder / "output")
-                    best[name] = tuple(map(min, best[name], took))
+            best = fastest(candidates, options.rounds, folder / "output")
             peer = best[candidates[0][0]]
             for name, (clock, processor) in best.items():
                 ratios = f"{clock / peer[0]:.3g}", f"{processor / peer[1]:.3g}"
                 rows.append([group, name, f"{clock:.3g}", ratios[0], f"{processor:.3g}", ratios[1]])
-                print(f"{group:30} {name:20} {clock:6.3g} s, {ratios[0]:>5} × mawk;", end=" ")
+                print(f"{group:30} {name:28} {clock:6.3g} s, {ratios[0]:>5} × mawk;", end=" ")
                 print(f"processor {processor:6.3g} s, {ratios[1]:>5} × mawk")
+        best = fastest(keyed_groups(folder, options.rows), options.rounds, folder / "output")
+        for name, times in best.items():
+            each = [f"{1e6 * time / options.rows:.3g}" for time in times]
+            keyed.append([name, *each])
+            print(f"{name:36} {each[0]} µs a row, {each[1]} µs of processor time")
     lone = []
     for name, took in (
         ("plain numbers", lone_lines(PlainInput(["value"], None), b"", plain_line)),
@@ -139,15 +187,16 @@ def main() -> None:
         print(f"{'a lone line':30} {name:20} median {median} µs, best {best_one} µs")
     RESULTS.mkdir(exist_ok=True)
     heads = ["group", "candidate", "seconds", "ratio", "processor seconds", "ratio of those"]
-    heads += ["median µs", "best µs"]
+    heads += ["median µs", "best µs", "µs a row", "processor µs a row"]
     with (RESULTS / "stream.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(heads)
-        writer.writerows([*row, "", ""] for row in rows)
-        writer.writerows(["a lone line", name, *[""] * 4, *times] for name, *times in lone)
+        writer.writerows([*row, *[""] * 4] for row in rows)
+        writer.writerows(["rows", name, *[""] * 6, *times] for name, *times in keyed)
+        writer.writerows(["a lone line", name, *[""] * 4, *times, "", ""] for name, *times in lone)
     version = subprocess.run(["mawk", "-W", "version"], capture_output=True, text=True)
     versions = (
-        f"Python {platform.python_version()}, NumPy {np.__version__}, "
+        f"Python {platform.python_version()}, NumPy {np.__version__}, numba {version_of('numba')}, "
         f"{(version.stdout or version.stderr).splitlines()[0]}"
     )
     table = [
@@ -163,7 +212,9 @@ def main() -> None:
     text = (
         f"{versions}; {options.lines:,} lines, best of {options.rounds} interleaved rounds.\n\n"
         + "\n".join(table)
-        + "\n\n| a lone line | median µs | best µs |\n| --- | ---: | ---: |\n"
+        + f"\n\n| {options.rows:,} rows | µs a row | processor µs a row |\n| --- | ---: | ---: |\n"
+        + "".join(f"| {' | '.join(row)} |\n" for row in keyed)
+        + "\n| a lone line | median µs | best µs |\n| --- | ---: | ---: |\n"
         + "".join(f"| {' | '.join(row)} |\n" for row in lone)
     )
     (RESULTS / "stream.md").write_text(text)

@@ -8,6 +8,8 @@ import pytest
 from streams import RANDOM, lines
 from tailavg.cli.lines import column, format_numbers, parse_numbers
 
+pytestmark = pytest.mark.usefixtures("numba")
+
 
 @pytest.mark.parametrize("digits", [0, 3, 9, 13, 16])
 def test_numbers_are_read_as_float_reads_them(digits):

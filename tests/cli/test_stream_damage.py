@@ -8,7 +8,7 @@ import pytest
 import typer
 
 from streams import done, failed, lines
-from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, Growing
+from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, Growing, TailAverage
 from tailavg.cli.lines import CsvInput, PlainInput
 from tailavg.cli.stream import Output, Session
 
@@ -187,6 +187,7 @@ def test_a_state_of_version_2(tmp_path):
     """It is read; what is saved is of version 3."""
     path = tmp_path / "state"
     path.write_text(VERSION_2.replace("\n", " "))
+    assert TailAverage.load(path).count == 3
     text = done("-w", "3", "--state", path, text="8\n16\n")
     assert text == lines(done("-w", "3", text=lines([1, 2, 4, 8, 16])).split()[3:])
     assert done("-w", "3", "--state", path) == ""

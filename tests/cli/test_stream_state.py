@@ -248,6 +248,67 @@ def test_a_signal_in_the_midst_of_a_flood(tmp_path):
     assert same_digits(after, "".join(whole[len(written) :][:100]))
 
 
+LOADED = [
+    (["-w", "0.25"], NUMBERS),
+    (["-w", "20", "--output", "csv"], NUMBERS),
+    (["-w", "50", "--method", "exact"], NUMBERS),
+    (["-w", "0.25", "--method", "exponential"], NUMBERS),
+    (["--windows", "0.25"], NUMBERS),
+    (["-w", "0.25"], []),
+]
+
+
+@pytest.mark.parametrize(("options", "numbers"), LOADED)
+def test_a_state_of_one_average_is_loaded_in_python(tmp_path, options, numbers):
+    state = tmp_path / "state"
+    *_, last = done(*options, "--state", state, text=lines(numbers)).split() or [""]
+    average = TailAverage.load(state)
+    assert average.count == len(numbers)
+    if numbers:
+        window = 0.25 if "--windows" in options else None
+        assert f"{average.value(window):.12g}" == last.split(",")[-1]
+        average.update(7.0)
+        after = done(*options, "--state", state, text="7\n").split()[-1]
+        assert f"{average.value(window):.12g}" == after.split(",")[-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["-w", "2", "-c", "loss", "--by", "run"], "averages by 'run'"),
+        (["-w", "2", "-c", "loss", "-c", "step"], "the columns ['loss', 'step']"),
+        (["--windows", "2,5", "-c", "loss"], "several windows, ['loss_average_2', 'loss_aver"),
+    ],
+)
+def test_a_state_of_several_averages_is_not_loaded(tmp_path, options, told):
+    state = tmp_path / "state"
+    done(*options, "--state", state, text=CSV)
+    with pytest.raises(ValueError, match="tailavg stream with one average") as error:
+        TailAverage.load(state)
+    assert told in str(error.value)
+    assert "tailavg stream --state" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[: len(text) // 2],
+        lambda _: "{}",
+        lambda _: '{"format": "tailavg stream"',
+        lambda text: text.replace('"version": 3', '"version": 4', 1),
+        lambda text: text.replace('"count": 9', '"count": 7'),
+        lambda text: text.splitlines()[0],
+        lambda text: text.replace('"partial": ', '"parts": '),
+    ],
+)
+def test_a_damaged_state_is_not_loaded(tmp_path, damage):
+    state = tmp_path / "state"
+    done("-w", "3", "--state", state, text=lines(range(1, 10)))
+    state.write_text(damage(state.read_text()))
+    with pytest.raises(ValueError, match=r"expected a file saved by tailavg|state: "):
+        TailAverage.load(state)
+
+
 def test_a_bad_row_leaves_the_state_of_what_came_before(tmp_path):
     state = tmp_path / "state"
     output, told = failed("-w", "3", "--state", state, text="1\n2\nbad\n")

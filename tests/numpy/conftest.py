@@ -1,9 +1,9 @@
 import pytest
 
-from tailavg.numpy import loops
+from tailavg.numpy import compiling
 
 
 @pytest.fixture
 def without_numba(monkeypatch):
     """As if numba were not installed."""
-    monkeypatch.setattr(loops, "installed", lambda: False)
+    monkeypatch.setattr(compiling, "installed", lambda: False)

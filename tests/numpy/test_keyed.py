@@ -23,7 +23,7 @@ from tailavg import (
     TailAverage,
     TailAverages,
 )
-from tailavg.numpy import loops
+from tailavg.numpy import compiling, loops
 
 WAYS = ["compiled", "one by one", "without numba"]
 SOME = [
@@ -47,7 +47,7 @@ def way(request, monkeypatch):
     elif request.param == "one by one":
         monkeypatch.setattr(loops, "LONG", 10**18)
     else:
-        monkeypatch.setattr(loops, "installed", lambda: False)
+        monkeypatch.setattr(compiling, "installed", lambda: False)
     return request.param
 
 

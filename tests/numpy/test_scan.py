@@ -1,5 +1,7 @@
 """Scans against the slow loop that says what a scan is: to the bit with loops; and chunks."""
 
+import sys
+import types
 from fractions import Fraction
 
 import numpy as np
@@ -17,7 +19,7 @@ from tailavg import (
     RawTail,
     TailAverage,
 )
-from tailavg.numpy import loops
+from tailavg.numpy import compiling, loops
 from tailavg.numpy.scan import one_by_one
 
 ALL = [
@@ -34,7 +36,7 @@ SCANS = ["numpy", "plain", "compiled"]
 @pytest.fixture(params=SCANS)
 def way(request, monkeypatch):
     """Scan with NumPy alone, with plain loops, and with compiled ones."""
-    monkeypatch.setattr(loops, "installed", lambda: request.param != "numpy")
+    monkeypatch.setattr(compiling, "installed", lambda: request.param != "numpy")
     monkeypatch.setattr(loops, "LONG", 0 if request.param == "compiled" else 10**9)
     return request.param
 
@@ -147,16 +149,16 @@ def test_a_fraction_that_is_no_positive_float_is_refused():
 
 
 def test_a_numba_that_cannot_be_imported_is_told_and_done_without(monkeypatch):
-    def fails():
-        raise ImportError("Numba needs another NumPy")
-
     monkeypatch.setattr(loops, "LONG", 0)
-    monkeypatch.setattr(loops, "_compiled", fails)
-    monkeypatch.setattr(loops, "_broken", [])
-    loops.installed.cache_clear()
+    monkeypatch.setattr(loops, "_compiled", lambda: compiling.compiled([], {}))
+    monkeypatch.setattr(compiling, "_broken", [])
+    monkeypatch.setitem(sys.modules, "numba", types.ModuleType("numba"))  # without njit
+    compiling.installed.cache_clear()
     xs = np.arange(10.0)
-    with pytest.warns(UserWarning, match="numba cannot be imported, so scans are slower: Numba"):
-        first = TailAverage(3).scan(xs)
-    assert not loops.installed()
-    assert_close(TailAverage(3).scan(xs), first, 1e-15)
-    loops.installed.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="numba cannot be imported, so scans are slower"):
+            first = TailAverage(3).scan(xs)
+        assert not compiling.installed()
+        assert_close(TailAverage(3).scan(xs), first, 1e-15)
+    finally:
+        compiling.installed.cache_clear()

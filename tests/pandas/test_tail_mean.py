@@ -18,7 +18,7 @@ from tailavg import (
     TailAverage,
     TailAverages,
 )
-from tailavg.numpy import loops
+from tailavg.numpy import compiling, loops
 from tailavg.pandas import tail_mean
 
 RULES = [AnytimeWindow(10), AnytimeWindow(0.25), Exponential(10), ExactWindow(5), RawTail(5, 60)]
@@ -31,7 +31,7 @@ def way(request, monkeypatch):
         pytest.importorskip("numba")
         monkeypatch.setattr(loops, "_taken", loops.LONG)
     else:
-        monkeypatch.setattr(loops, "installed", lambda: False)
+        monkeypatch.setattr(compiling, "installed", lambda: False)
 
 
 def frame(rows: int = 400, runs: int = 7, seed: int = 0) -> pd.DataFrame:

@@ -2,6 +2,7 @@
 
 A key often has only a few samples: these are kept as they are, in a quarter of the memory of an
 average. Weights do not depend on samples, so all keys with equally many are read with the same.
+If numba is installed, and rows come in large blocks, keys are soon held in arrays: see `packed`.
 """
 
 from __future__ import annotations
@@ -13,19 +14,19 @@ from typing import Any
 
 import numpy as np
 
+from tailavg.cli.packed import OWN, Packed
 from tailavg.core.rules import AnyTail, Rule
 from tailavg.core.windows import Window
-from tailavg.numpy import TailAverage
+from tailavg.numpy import TailAverage, compiling, loops
 from tailavg.numpy.arithmetic import Array
 
 __all__ = ["Averages", "Reads"]
 
 FEW = 32  # rows of a key that are kept
+SINGLE = 10_000  # keys that are held by themselves, beside those in arrays
 
 Reads = list[tuple[Rule, Window | None]]
 """For each average of a column: its rule, and the window to read if the rule has none."""
-
-_OWN = ("count", "starts", "blocks", "folded", "partial")  # what differs between averages of a rule
 
 
 class Averages:
@@ -36,6 +37,9 @@ class Averages:
         self._places = [(self.rules.index(rule), window) for rule, window in reads]
         self._columns = columns
         self._most = FEW * columns if keep else 0
+        self._packs = keep and compiling.installed() and Packed.holds(self.rules)
+        self._packed: Packed | None = None
+        self._taken = 0  # rows that came in blocks
         # of each key, the averages by each rule of each column; or the samples, row by row
         self._held: dict[str, list[TailAverage] | array[float]] = {}
         self._model = [TailAverage(rule) for rule in self.rules]  # of as many samples as looked up
@@ -47,10 +51,12 @@ class Averages:
             self._alike.append(average.state_dict())
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._held if self._packed is None else self._pack())
 
     def step(self, key: str, row: list[float], every: int) -> list[float]:
         """Take a row, and return the averages after it; none unless it is an `every`-th."""
+        if self._packed is not None and key not in self._held:
+            self._unpack(key)
         held = self._held.get(key)
         if not isinstance(held, list):
             if held is None:
@@ -60,11 +66,71 @@ class Averages:
                 count = len(held) // self._columns
                 return [] if count % every else self._read(held, count)
             held = self._held[key] = self._replayed(held)
+        return self._update(held, row, every)
+
+    def _update(self, held: list[TailAverage], row: list[float], every: int) -> list[float]:
+        """Take a row into averages, and return what they are, as `step` does."""
         if len(self.rules) > 1:
             row = [x for x in row for _ in self.rules]
         for average, x in zip(held, row, strict=True):
             average.update(x)
         return [] if held[0].count % every else self._values(held)
+
+    def scan_keys(self, keys: list[str], rows: Array, every: int) -> tuple[Array, list[bool]]:
+        """Take rows, each of a key; the averages after every `every`-th, and which those are."""
+        self._taken += len(rows)
+        if self._packed is not None or (self._packs and self._taken >= loops.LONG):
+            self._packed = self._pack()
+            averages, counts = self._packed.scan(keys, rows)
+            shown = counts % every == 0
+            return averages[shown], shown.tolist()
+        pairs = zip(keys, rows.tolist(), strict=True)
+        if self._packs:
+            steps = self._steps(list(pairs), every)
+        else:
+            steps = [self.step(key, row, every) for key, row in pairs]
+        return np.array([now for now in steps if now]), [bool(now) for now in steps]
+
+    def _steps(self, rows: list[tuple[str, list[float]]], every: int) -> list[list[float]]:
+        """As `step` with each, but what is kept is replayed only once for each key."""
+        live: dict[str, list[TailAverage]] = {}
+        found = []
+        for key, row in rows:
+            averages = live.get(key)
+            if averages is None:
+                held = self._held.setdefault(key, array("d"))
+                averages = live[key] = held if isinstance(held, list) else self._replayed(held)
+            found.append(self._update(averages, row, every))
+            held = self._held[key]
+            if not isinstance(held, list):
+                held.extend(row)
+                if len(held) > self._most:
+                    self._held[key] = averages
+        return found
+
+    def _pack(self) -> Packed:
+        """Hold all keys in arrays."""
+        packed = self._packed
+        if packed is None:
+            fastest = loops.fastest(loops.LONG)
+            packed = Packed(self.rules, self._places, self._columns, fastest)
+        for key, held in self._held.items():
+            averages = held if isinstance(held, list) else self._replayed(held)
+            packed.put(key, [average.state_dict() for average in averages])
+        self._held = {}
+        return packed
+
+    def _unpack(self, key: str) -> None:
+        """Hold a key by itself: rows that come one by one are then taken faster."""
+        assert self._packed is not None
+        if len(self._held) >= SINGLE:
+            self._pack()
+        states = self._packed.states_of(key)
+        if states:
+            self._held[key] = [
+                TailAverage.from_state_dict(self._alike[i % len(self.rules)] | own)
+                for i, own in enumerate(states)
+            ]
 
     def scan(self, key: str, rows: Array) -> tuple[Array, int]:
         """Take rows, and return the averages after each; and how many rows came before."""
@@ -96,6 +162,8 @@ class Averages:
 
     def _read(self, samples: array[float], count: int) -> list[float]:
         """The averages of samples that are kept, `count` of each column."""
+        if self._packs:  # to the bit what they will be in arrays
+            return self._values(self._replayed(samples))
         while len(self._weights) <= count:
             for average in self._model:
                 average.update(0.0)
@@ -111,10 +179,12 @@ class Averages:
 
     def saved(self) -> Iterator[tuple[str, list[Any]]]:
         """Each key, with its samples or averages as plain data."""
+        if self._packed is not None:
+            yield from self._pack().states()
         for key, held in self._held.items():
             if isinstance(held, list):
                 states = [average.state_dict() for average in held]
-                yield key, [{name: state[name] for name in _OWN} for state in states]
+                yield key, [{name: state[name] for name in OWN} for state in states]
             else:
                 yield key, held.tolist()
 
@@ -134,7 +204,7 @@ class Averages:
         for i, one in enumerate(saved):
             alike = self._alike[i % len(self.rules)]
             state = {**alike, **one}
-            if other := [name for name in alike if name not in _OWN and state[name] != alike[name]]:
+            if other := [name for name in alike if name not in OWN and state[name] != alike[name]]:
                 raise ValueError(f"{other[0]}: expected {alike[other[0]]}, got {state[other[0]]}")
             _check_floats([*state["blocks"], state["partial"]])
             held.append(TailAverage.from_state_dict(state))

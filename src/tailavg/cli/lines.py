@@ -2,7 +2,7 @@
 
 A block of nothing but numbers is converted many lines at a time, with exactly Python's results:
 numbers are read as by `float` and written as by `%.12g`. Where the fast conversion might be wrong,
-Python converts the line.
+Python converts the line. Once there are many, and if numba is installed, compiled loops do it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from tailavg.cli import loops
 from tailavg.cli.common import fail
+from tailavg.numpy import compiling
 
 __all__ = [
     "NUMBER",
@@ -34,6 +37,7 @@ __all__ = [
     "decode",
     "encode",
     "format_numbers",
+    "parse_column",
     "parse_numbers",
     "short",
 ]
@@ -53,6 +57,8 @@ _NEWLINE, _TAB, _COMMA, _MINUS, _DOT, _ZERO = b"\n\t,-.0"
 _SLICE = 1 << 17  # bytes handled at once: their arrays fit the cache
 _POWERS = 10.0 ** np.arange(23)  # the powers that a float64 holds exactly
 _LONGEST = 19 if np.finfo(np.longdouble).nmant >= 63 else 15  # the most digits converted exactly
+_DECODER = json.JSONDecoder()
+_SCAN: Any = _DECODER.scan_once  # type: ignore[attr-defined]  # what raw_decode calls
 _HALF = re.compile("[\ud800-\udc7f\udd00-\udfff]")  # the rest stand for invalid bytes
 _FOUR = np.frombuffer(b"".join(b"%04d" % i for i in range(10_000)), np.uint32)  # "0000" … "9999"
 
@@ -71,6 +77,8 @@ class PlainInput:
     """One number per line."""
 
     kind: ClassVar[str] = "plain"
+    carries: ClassVar[str] = "csv"
+    """The output whose lines begin with those of the input."""
 
     columns: list[str]
     by: str | None
@@ -87,13 +95,12 @@ class PlainInput:
         self.names = ["value"]
         return block
 
-    def numbers(self, block: bytes) -> Array:
-        """The numbers, one row per line; raise a ValueError if a line is not plain numbers."""
-        return parse_numbers(block)[:, None]
+    def take(self, block: bytes) -> tuple[Array, list[str]]:
+        """The numbers, one row per line, and the keys, if any; raise a ValueError if a line is odd.
 
-    def keys(self, block: bytes) -> bytes | None:
-        """The keys, one per line; None if there are none."""
-        return None
+        Its lines are then parsed one by one.
+        """
+        return parse_numbers(block)[:, None], []
 
     def parse(self, line: str) -> Row:
         """Parse a line; raise a ValueError that says what is wrong with it."""
@@ -146,22 +153,15 @@ class CsvInput(PlainInput):
         self.check_names()
         return rest
 
-    def numbers(self, block: bytes) -> Array:
-        """The numbers, one row per line; raise a ValueError if a line is not plain numbers."""
+    def take(self, block: bytes) -> tuple[Array, list[str]]:
+        """See `PlainInput`."""
         assert self.names is not None
-        cells = [self._column(block, place) for place in self._places]
-        return np.stack([parse_numbers(column) for column in cells], axis=1)
-
-    def keys(self, block: bytes) -> bytes | None:
-        """The keys, one per line; None if there are none. May raise as `numbers` does."""
-        return None if self.by is None else self._column(block, self._key_place)
-
-    def _column(self, block: bytes, place: int) -> bytes:
-        assert self.names is not None
-        cells = column(block, place, len(self.names))
-        if cells is None:
-            raise ValueError("expected rows with as many cells as the header")
-        return cells
+        width = len(self.names)
+        columns = [parse_column(block, place, width) for place in self._places]
+        keys: list[str] = []
+        if self.by is not None:
+            keys = decode(_cells_of(block, self._key_place, width)).split("\n")[:-1]
+        return np.stack(columns, axis=1), keys
 
     @cached_property
     def _places(self) -> list[int]:
@@ -190,26 +190,49 @@ class JsonInput(CsvInput):
     """JSON lines: one object per line."""
 
     kind = "jsonl"
+    carries = "jsonl"
 
     def take_header(self, block: bytes) -> bytes:
         """Return the block unchanged: the first row names the columns."""
         return block
 
-    def numbers(self, block: bytes) -> Array:
-        """Raise a ValueError: JSON is parsed row by row."""
-        raise ValueError
+    def take(self, block: bytes) -> tuple[Array, list[str]]:
+        """See `PlainInput`. No object is kept: memory that is used again is faster."""
+        numbers: list[float] = []
+        keys: list[str] = []
+        scan, columns, by, taken = _SCAN, self.columns, self.by, self._taken
+        try:
+            for line in decode(block).split("\n")[:-1]:
+                fields, end = scan(line, 0)
+                if end != len(line) or not fields.keys().isdisjoint(taken):
+                    raise ValueError
+                for name in columns:
+                    number = fields[name]
+                    if number.__class__ is not float:
+                        if number.__class__ is not int:
+                            raise ValueError
+                        number = float(number)
+                    numbers.append(number)
+                if by is not None:
+                    key = fields[by]
+                    keys.append(key if key.__class__ is str else json.dumps(key))
+                if self.names is None:
+                    self.names = list(fields)
+        except Exception as error:  # whatever it is, it is said of the line that it is in
+            raise ValueError("expected JSON objects with these fields") from error
+        return np.array(numbers).reshape(-1, len(columns)), keys
 
     def parse(self, line: str) -> Row:
         """Parse a line; raise a ValueError that says what is wrong with it."""
-        try:
-            fields = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"expected a JSON object ({error})") from error
+        fields = _json(line)
         if not isinstance(fields, dict):
             raise ValueError("expected a JSON object")
         numbers = []
         for name in self.columns:
             number = fields.get(name)
+            if number.__class__ is float:
+                numbers.append(number)
+                continue
             if name not in fields:
                 raise ValueError(f"expected a field {name!r}, got {list(fields)[:20]}")
             if not isinstance(number, int | float) or isinstance(number, bool):
@@ -224,11 +247,17 @@ class JsonInput(CsvInput):
             if self.by not in fields:
                 raise ValueError(f"expected a field {self.by!r}, got {list(fields)[:20]}")
             key = fields[self.by]
-        if taken := [name for name in self.averages if name in fields]:
+        if not fields.keys().isdisjoint(self._taken):
+            taken = [name for name in self._taken if name in fields]
             raise ValueError(f"expected no field {taken[0]!r}, the name of the average")
         if self.names is None:
             self.names = list(fields)
         return Row(line.strip(), numbers, key if isinstance(key, str) else json.dumps(key), fields)
+
+    @cached_property
+    def _taken(self) -> list[str]:
+        """The names that fields cannot have."""
+        return self.averages
 
     def json_object(self, row: Row) -> str:
         """The line, unchanged."""
@@ -281,6 +310,20 @@ def _number(text: str, expected: str) -> float:
     raise ValueError(f"expected {expected}")
 
 
+def _json(line: str) -> Any:
+    """What a line of JSON says."""
+    try:
+        fields, end = _DECODER.raw_decode(line)
+        if end == len(line):
+            return fields
+    except (ValueError, RecursionError):
+        pass
+    try:
+        return json.loads(line)  # with spaces around it, or with its own error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"expected a JSON object ({error})") from error
+
+
 def _json_number(number: float) -> float | None:
     """None for infinities and NaN, which JSON lacks."""
     return number if math.isfinite(number) else None
@@ -311,7 +354,58 @@ def parse_numbers(block: bytes) -> Array:
         >>> parse_numbers(b"1.5\n-20\n1e3\n")
         array([   1.5,  -20. , 1000. ])
     """
+    compiled = _compiled(len(block))
+    if compiled is not None:
+        return _parse_compiled(compiled, block, 0, 1)
     return np.concatenate([_parse_slice(part) for part in _slices(block)])
+
+
+def parse_column(block: bytes, place: int, width: int) -> Array:
+    r"""The numbers in a column of CSV; raise a ValueError if a cell or a row is anything else.
+
+    Examples:
+        >>> parse_column(b"1,0.5\n2,0.25\n", place=1, width=2)
+        array([0.5 , 0.25])
+    """
+    if b'"' not in block:
+        compiled = _compiled(len(block))
+        if compiled is not None:
+            return _parse_compiled(compiled, block, place, width)
+    return parse_numbers(_cells_of(block, place, width))
+
+
+def _cells_of(block: bytes, place: int, width: int) -> bytes:
+    cells = column(block, place, width)
+    if cells is None:
+        raise ValueError("expected rows with as many cells as the header")
+    return cells
+
+
+_taken = 0  # bytes that were converted while numba was not imported
+
+
+def _compiled(size: int) -> SimpleNamespace | None:
+    """The loops, compiled; None without numba, and while there have been few bytes."""
+    global _taken
+    if not compiling.installed():
+        return None
+    _taken += size
+    return loops.compiled() if _taken >= loops.LONG else None
+
+
+def _parse_compiled(compiled: SimpleNamespace, block: bytes, place: int, width: int) -> Array:
+    """As `parse_column`, of a block without quotes."""
+    lines = block.count(b"\n")
+    numbers, odd = np.empty(lines), np.empty((lines, 3), np.int64)
+    found = compiled.parse(np.frombuffer(block, np.uint8), place, width, numbers, odd)
+    if found < 0:
+        raise ValueError("expected a number in each row, and as many cells as the header")
+    for row, start, end in odd[:found].tolist():
+        cell = block[start:end]
+        if b"_" in cell:  # float would read 1_000
+            raise ValueError("expected a number, got an underscore")
+        numbers[row] = float(cell)
+    return numbers
 
 
 def _slices(block: bytes) -> Iterator[bytes]:
@@ -439,11 +533,32 @@ def format_numbers(numbers: Array) -> bytes:
         b'1.5\t-20\n0.333333333333\t1e-09\n'
     """
     width = numbers[:1].size
+    compiled = _compiled(loops.WIDEST * numbers.size)
+    if compiled is not None:
+        return _format_compiled(compiled, np.ascontiguousarray(numbers).ravel(), width)
     step = max(1, _SLICE // 16 // max(1, width))
     return b"".join(
         _format_slice(numbers[start : start + step].ravel(), width)
         for start in range(0, len(numbers), step)
     )
+
+
+def _format_compiled(compiled: SimpleNamespace, numbers: Array, width: int) -> bytes:
+    """As `_format_slice`."""
+    wholes, exponents = np.empty((2, len(numbers)), np.int64)
+    found = compiled.twelve_digits(numbers, wholes, exponents)
+    if 4 * found > len(numbers):
+        return _format_by_python(numbers, width)
+    left = [(NUMBER % number).encode() for number in numbers[wholes < 0].tolist()] if found else []
+    texts = np.array(left, f"S{loops.WIDEST}").view(np.uint8).reshape(found, loops.WIDEST)
+    out = np.empty(loops.WIDEST * len(numbers), np.uint8)
+    size = compiled.write(numbers, wholes, exponents, width, texts, out)
+    return out[:size].tobytes()
+
+
+def _format_by_python(numbers: Array, width: int) -> bytes:
+    line = "\t".join([NUMBER] * width) + "\n"
+    return (line * (len(numbers) // width) % tuple(numbers.tolist())).encode()
 
 
 def _format_slice(numbers: Array, width: int) -> bytes:
@@ -459,8 +574,7 @@ def _format_slice(numbers: Array, width: int) -> bytes:
     misplaced = (scaled < 10.0 ** (DIGITS - 1)) | (rounded >= 10.0**DIGITS)
     unsure = np.flatnonzero(~usual | halves | misplaced)
     if 4 * len(unsure) > len(numbers):
-        line = "\t".join([NUMBER] * width) + "\n"
-        return (line * (len(numbers) // width) % tuple(numbers.tolist())).encode()
+        return _format_by_python(numbers, width)
     exponents[unsure], rounded[unsure] = 0, 10.0 ** (DIGITS - 1)  # overwritten below
     rows = np.zeros((len(numbers), 20), np.uint8)  # unused bytes stay 0
     rows[:, 0] = (numbers < 0) * np.uint8(_MINUS)

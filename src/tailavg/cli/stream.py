@@ -10,7 +10,7 @@ import json
 import os
 import select
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import StrEnum
@@ -41,14 +41,14 @@ from tailavg.core import signals
 from tailavg.core.files import InUseError, check_writable, locked, whole_file
 from tailavg.core.rules import AnyTail, AnytimeWindow
 from tailavg.core.signals import Act, Stopped
-from tailavg.core.state import plain
+from tailavg.core.state import STREAM, STREAM_VERSIONS, plain
 from tailavg.core.windows import NEVER, Growing, Window
 
 __all__ = ["Output", "stream"]
 
 BLOCK = 1 << 20  # the most bytes to read before answering
 MANY = 30  # from this many lines on, arrays are faster
-FORMAT, VERSION = "tailavg stream", 3  # of a state; version 2 is read, too
+Shown = slice | list[bool]  # of many lines, those that are answered
 WAITING = Act.insist if os.name == "posix" else Act.stop  # what a signal does to a read or write
 
 
@@ -355,46 +355,45 @@ class Session:
     def _answer_rows(self, block: bytes) -> bytes:
         """The output for rows: as arrays if they are many and plain, otherwise one by one."""
         many = block.count(b"\n") >= MANY
-        if many and self.output is not Output.jsonl:
+        if many and self.output in (Output.plain, self.source.carries):
             try:
-                numbers, keys = self.source.numbers(block), self.source.keys(block)
+                numbers, keys = self.source.take(block)
             except ValueError:
                 pass
             else:
                 self.lines += len(numbers)
-                return self._answer_numbers(numbers, keys, block)
+                averages, shown = self._scan(numbers, keys)
+                return self._answer_lines(averages, shown, keys, block)
         rows = self._rows(block)
-        if many and rows and self.source.by is None:
-            averages, shown = self._scan(np.array([row.numbers for row in rows]))
-            return encode("".join(map(self._line, rows[shown], averages.tolist())))
+        if many and rows:
+            keys = [] if self.source.by is None else [row.key for row in rows]
+            averages, shown = self._scan(np.array([row.numbers for row in rows]), keys)
+            return encode("".join(map(self._line, _chosen(rows, shown), averages.tolist())))
         step, every = self.averages.step, self.every
         lines = [self._line(row, now) for row in rows if (now := step(row.key, row.numbers, every))]
         return encode("".join(lines))
 
-    def _answer_numbers(self, numbers: Array, keys: bytes | None, block: bytes) -> bytes:
-        """The output for rows of numbers; their keys are lines, if there are any."""
-        shown: Any
-        if keys is None:
-            averages, shown = self._scan(numbers)
-        else:
-            step, every = self.averages.step, self.every
-            rows = zip(decode(keys).split("\n"), numbers.tolist(), strict=False)
-            steps = [step(key, row, every) for key, row in rows]
-            shown = [bool(now) for now in steps]
-            averages = np.array(list(compress(steps, shown)))
+    def _answer_lines(self, averages: Array, shown: Shown, keys: list[str], block: bytes) -> bytes:
+        """The output for lines with nothing odd: these averages, of those that are shown."""
         text = format_numbers(averages)
-        if self.output is Output.plain and keys is None:
-            return text
-        separator = b"\t"
+        if self.output is Output.plain:
+            if not keys:
+                return text
+            pairs = zip(_chosen(keys, shown), text.decode().split("\n"), strict=False)
+            return encode("".join([f"{key}\t{answer}\n" for key, answer in pairs]))
         if self.output is Output.csv:
-            text, separator, keys = text.replace(b"\t", b","), b",", block
-        heads: Any = (keys or b"").split(b"\n")
-        heads = heads[:-1][shown] if isinstance(shown, slice) else compress(heads, shown)
-        pairs = zip(heads, text.split(b"\n"), strict=False)
-        return b"".join([b"%b%b%b\n" % (head, separator, answer) for head, answer in pairs])
+            answers = text.replace(b"\t", b",").split(b"\n")
+            heads = _chosen(block.split(b"\n")[:-1], shown)
+            return b"".join([b"%b,%b\n" % pair for pair in zip(heads, answers, strict=False)])
+        cells = [self._json_cells(answer.split("\t")) for answer in text.decode().split("\n")[:-1]]
+        objects = _chosen(decode(block).split("\n")[:-1], shown)
+        found = zip(objects, cells, strict=True)
+        return encode("".join([f"{line[:-1].rstrip()}, {cell}}}\n" for line, cell in found]))
 
-    def _scan(self, numbers: Array) -> tuple[Array, slice]:
+    def _scan(self, numbers: Array, keys: list[str]) -> tuple[Array, Shown]:
         """Take rows of numbers; return the averages to show, and the rows they belong to."""
+        if keys:
+            return self.averages.scan_keys(keys, numbers, self.every)
         averages, before = self.averages.scan("", numbers)
         shown = slice(-(before + 1) % self.every, None, self.every)
         return averages[shown], shown
@@ -406,9 +405,14 @@ class Session:
             return ",".join([self.source.csv_cells(row), *texts]) + "\n"
         if self.output is Output.plain:
             return "\t".join(texts if self.source.by is None else [row.key, *texts]) + "\n"
+        return f"{self.source.json_object(row)[:-1].rstrip()}, {self._json_cells(texts)}}}\n"
+
+    def _json_cells(self, texts: list[str]) -> str:
+        """Averages with their names, as in an object; JSON has no NaN and no infinities."""
         pairs = zip(self._json_names, texts, strict=True)
-        cells = ", ".join([f"{name}: {_json_text(text)}" for name, text in pairs])
-        return f"{self.source.json_object(row)[:-1].rstrip()}, {cells}}}\n"
+        return ", ".join(
+            [f"{name}: {'null' if text[-1] in 'nf' else text}" for name, text in pairs]
+        )
 
     @cached_property
     def _json_names(self) -> list[str]:
@@ -416,13 +420,13 @@ class Session:
 
     def _rows(self, block: bytes) -> list[Row]:
         """The rows of a block; without --skip-bad, up to the first bad one."""
-        rows = []
+        rows, parse = [], self.source.parse
         for line in decode(block).split("\n")[:-1]:
             self.lines += 1
-            if not line.strip():
+            if not line or line.isspace():
                 continue
             try:
-                rows.append(self.source.parse(line))
+                rows.append(parse(line))
             except ValueError as error:
                 told = f"line {self.lines}: {short(line)}: {error}"
                 if not self.skip_bad:
@@ -463,7 +467,7 @@ class Session:
 
     def _load(self, path: Path, file: BinaryIO) -> None:
         saved = json.loads(file.readline())
-        if saved["format"] != FORMAT or saved["version"] not in (2, VERSION):
+        if saved["format"] != STREAM or saved["version"] not in STREAM_VERSIONS:
             raise ValueError(f"format {saved['format']!r}, version {saved['version']!r}")
         for name, value in self._options().items():
             if saved["options"][name] != value:
@@ -491,8 +495,8 @@ class Session:
     def save(self, path: Path) -> None:
         """Write the state, whole or not at all: a line about all keys, then one for each."""
         state = {
-            "format": FORMAT,
-            "version": VERSION,
+            "format": STREAM,
+            "version": STREAM_VERSIONS[-1],
             "options": self._options(),
             "names": self.source.names,
             "headed": self.headed,
@@ -503,5 +507,6 @@ class Session:
                 file.write(json.dumps(line).encode() + b"\n")
 
 
-def _json_text(text: str) -> str:
-    return "null" if text[-1] in "nf" else text
+def _chosen(lines: list[Any], shown: Shown) -> Iterable[Any]:
+    """The lines that are shown."""
+    return lines[shown] if isinstance(shown, slice) else compress(lines, shown)

@@ -24,6 +24,9 @@ one framework saved another one loads.
 
 An `Exponential` has one block and its mean is the average at step `folded`; an `ExactWindow` has
 blocks of one sample.
+
+`tailavg stream` saves lines of JSON: first its options, then for each key a list of the key and of
+its averages, of each what differs between averages of a rule: `count` and all that comes after.
 """
 
 from __future__ import annotations
@@ -50,6 +53,8 @@ from tailavg.core.windows import MOST, Fixed, Growing, shown
 __all__ = [
     "FORMAT",
     "KEYED",
+    "STREAM",
+    "STREAM_VERSIONS",
     "VERSION",
     "as_json",
     "by_name",
@@ -66,6 +71,7 @@ __all__ = [
     "read_file",
     "read_folder",
     "read_keyed",
+    "read_stream",
     "rule_from",
     "state",
     "unnamed",
@@ -77,6 +83,11 @@ __all__ = [
 FORMAT = "tailavg"
 KEYED = "tailavg by key"
 VERSION = 1
+
+STREAM = "tailavg stream"
+"""The format of what `tailavg stream` saves."""
+STREAM_VERSIONS = (2, 3)
+"""Those that are read; the last one is written."""
 
 _KEYS: dict[str, Any] = {
     "format": str,
@@ -502,9 +513,65 @@ def read_folder(path: str | os.PathLike[str]) -> dict[str, Any]:
     return check({**state, "blocks": blocks, "partial": partial})
 
 
+def read_stream(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The state of the one average that `tailavg stream --state` saved, if it is one.
+
+    Raises:
+        ValueError: If there are several, or the file is damaged.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            saved = json.loads(file.readline())
+            if saved["format"] != STREAM or saved["version"] not in STREAM_VERSIONS:
+                raise ValueError(f"format {saved['format']!r}, version {saved['version']!r}")
+            options, own = saved["options"], dict[str, Any]()
+            several = _several(options)
+            if not several and saved["version"] == 2:
+                own = {key: one[0][0] for key, one in saved["series"].items()}
+            elif not several:
+                own = {key: one[0] for key, one in map(json.loads, file)}
+                if len(own) != saved["keys"]:
+                    raise ValueError(f"{len(own)} averages instead of {saved['keys']}")
+        if not several:
+            found = own.get(
+                "", {"count": 0, "starts": [], "blocks": [], "folded": 0, "partial": 0.0}
+            )
+            rule = rule_from(options["rule"][0])
+            fields = {
+                name: found[name] for name in ("count", "starts", "blocks", "folded", "partial")
+            }
+            return check(state(rule, dtype="float64" if own else None, scalar=True, **fields))
+    except OSError:
+        raise
+    except Exception as error:  # a damaged file fails in as many ways as there are
+        raise ValueError(
+            f"{path}: expected a file saved by tailavg, got: {repr(error)[:300]}"
+        ) from error
+    raise ValueError(
+        f"{path}: expected a state of tailavg stream with one average, got one with {several}; "
+        "resume it with tailavg stream --state"
+    )
+
+
+def _several(options: Mapping[str, Any]) -> str:
+    """What a stream with these options has more than one average for; "" if it has one."""
+    found = []
+    if options["by"] is not None:
+        found.append(f"averages by {shown(options['by'])}")
+    if len(options["columns"]) > 1:
+        found.append(f"the columns {shown(options['columns'])}")
+    if len(options["averages"]) > len(options["columns"]):
+        found.append(f"several windows, {shown(options['averages'])}")
+    return " and ".join(found)
+
+
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The state in a file or a folder."""
-    return read_folder(path) if Path(path).is_dir() else read_file(path)
+    """The state in a file or a folder, or of a `tailavg stream` with one average."""
+    if Path(path).is_dir():
+        return read_folder(path)
+    with Path(path).open("rb") as file:
+        lines = file.read(1) == b"{"
+    return read_stream(path) if lines else read_file(path)
 
 
 def nothing_yet(call: str, hint: str = "") -> ValueError:

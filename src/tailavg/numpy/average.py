@@ -350,6 +350,8 @@ class TailAverage:
     def load(cls, path: str | os.PathLike[str]) -> TailAverage:
         """The average that `save` wrote, or `ParameterAverage.save` of a single tensor.
 
+        Or `tailavg stream --state`, of one column and one window, without `--by`.
+
         Examples:
             >>> import tempfile
             >>> average = TailAverage(3)

@@ -16,7 +16,7 @@ from tailavg.core.clock import BlockClock, Clock, clock_for
 from tailavg.core.decay import Decay, Reading
 from tailavg.core.rules import AnyTail, ExactWindow, Exponential, Rule, window_of
 from tailavg.core.windows import AnyWindow, Growing, Window, shown
-from tailavg.numpy import loops
+from tailavg.numpy import compiling, loops
 from tailavg.numpy.arithmetic import Array
 from tailavg.numpy.average import NanPolicy, TailAverage, has_nan, numbers
 
@@ -346,7 +346,7 @@ class TailAverages(Mapping[Any, TailAverage]):
         fastest = loops.plain
         few = new is not None and len(xs) <= len(keys) * (FEW if write else 4 * FEW)
         several = len(keys) > 1 or len(xs) <= SHARED
-        if several and len(xs) and loops.installed() and not self._apart(window):
+        if several and len(xs) and compiling.installed() and not self._apart(window):
             fastest = loops.fastest(len(xs))
         if few and groups.number > 1 and not isinstance(self.rule, ExactWindow):
             averages = held.copy()

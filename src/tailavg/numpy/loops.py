@@ -12,16 +12,15 @@ samples, which are in no mean yet, in `sums`. A window is five numbers: see `des
 from __future__ import annotations
 
 import math
-import warnings
 from functools import lru_cache
-from importlib.util import find_spec
-from types import FunctionType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from tailavg.core.clock import FOLD, SMALLEST, BlockClock, DecayClock, SampleClock
 from tailavg.core.windows import NEVER, TIE, Fixed, Window
+from tailavg.numpy import compiling
 from tailavg.numpy.arithmetic import Array
 
 __all__ = [
@@ -29,7 +28,6 @@ __all__ = [
     "compiles",
     "described",
     "fastest",
-    "installed",
     "plain",
     "scan_blocks",
     "scan_exponential",
@@ -661,7 +659,7 @@ def scan_exact_rows(xs: Any, first: int, out: Any, t: int, window: Any, most: in
             out[i, j] = (older[j] + after[j]) / n
 
 
-_LOOPS = [
+_LOOPS: list[Any] = [
     size_at,
     decay_at,
     split_weights,
@@ -690,22 +688,15 @@ _LOOPS = [
     scan_exact_rows,
 ]
 
-plain = SimpleNamespace(**{loop.__name__: loop for loop in _LOOPS})
+plain = compiling.together(_LOOPS)
 """The loops as they are."""
 
 _taken = 0  # numbers that were scanned while numba was not imported
-_broken: list[ImportError] = []  # why it cannot be
-
-
-@lru_cache
-def installed() -> bool:
-    """Whether numba is there, and works."""
-    return find_spec("numba") is not None and not _broken
 
 
 def compiles(dtype: np.dtype[Any]) -> bool:
     """Whether there are compiled loops for such samples."""
-    return installed() and dtype in (np.float32, np.float64)
+    return compiling.installed() and dtype in (np.float32, np.float64)
 
 
 def fastest(numbers: int) -> SimpleNamespace:
@@ -714,25 +705,12 @@ def fastest(numbers: int) -> SimpleNamespace:
     _taken += numbers + FOLD
     if _taken < LONG:
         return plain
-    try:
-        return _compiled()
-    except ImportError as error:  # as of another version of NumPy
-        _broken.append(error)
-        installed.cache_clear()
-        warnings.warn(f"numba cannot be imported, so scans are slower: {error}", stacklevel=2)
-        return plain
+    return _compiled() or plain
 
 
 @lru_cache
-def _compiled() -> SimpleNamespace:
-    """Each loop is compiled when it is first called, or read from numba's cache on disk."""
-    from numba import njit
-
-    names = dict(globals())
-    for loop in _LOOPS:  # a copy that finds the compiled ones under the names of the plain ones
-        copy = FunctionType(loop.__code__, names, loop.__name__)
-        names[loop.__name__] = njit(cache=True, error_model="numpy")(copy)
-    return SimpleNamespace(**{loop.__name__: names[loop.__name__] for loop in _LOOPS})
+def _compiled() -> SimpleNamespace | None:
+    return compiling.compiled(_LOOPS, globals())
 
 
 def scan_blocks(

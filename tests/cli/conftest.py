@@ -1,0 +1,32 @@
+"""With numba and without."""
+
+import pytest
+
+from tailavg.cli import lines, loops
+from tailavg.numpy import compiling
+from tailavg.numpy import loops as scans
+
+
+def install(monkeypatch, there, after=0):
+    """Let numba be there or not; if it is, it is used after so many numbers or bytes."""
+    monkeypatch.setattr(compiling, "installed", lambda: there)
+    for module in (loops, scans):
+        monkeypatch.setattr(module, "LONG", after)
+    for module in (lines, scans):
+        monkeypatch.setattr(module, "_taken", 0)
+
+
+@pytest.fixture(params=[True, False], ids=["numba", "without numba"])
+def numba(request, monkeypatch):
+    """A test that is run both ways; whether numba is there."""
+    if request.param:
+        pytest.importorskip("numba")
+    install(monkeypatch, request.param)
+    return request.param
+
+
+@pytest.fixture(params=[0, 2000], ids=["at once", "later"])
+def switched(request, monkeypatch):
+    """A test in which numba comes in at some time."""
+    pytest.importorskip("numba")
+    install(monkeypatch, True, request.param)
