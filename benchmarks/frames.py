@@ -31,13 +31,17 @@ Candidate = tuple[str, Callable[[], object], int]  # name, what is timed, items 
 
 
 def series_group(k: int | float) -> list[Candidate]:
-    """One column, all with the same policy on missing values."""
+    """One column. Missing values are omitted, unless they are said to propagate."""
     xs = np.random.default_rng(0).random(ROWS)
     series, column = pd.Series(xs), pl.Series("x", xs)
     frame = column.to_frame()
     runs = {
-        "TailAverage.scan": lambda: TailAverage(k, nan_policy="omit").scan(xs),
+        "TailAverage.scan, omit": lambda: TailAverage(k, nan_policy="omit").scan(xs),
         "pandas, tail_mean(series)": lambda: of_pandas(series, k),
+        "TailAverage.scan, propagate": lambda: TailAverage(k).scan(xs),
+        "pandas, tail_mean(series), propagate": lambda: of_pandas(
+            series, k, nan_policy="propagate"
+        ),
         "polars, tail_mean(series)": lambda: of_polars(column, k),
         "polars, tail_mean(expr)": lambda: frame.select(of_polars(pl.col("x"), k)),
     }

@@ -127,8 +127,13 @@ def _scan(
         for column in columns
     ]
     found = averages.scan_parts(parts, keep=keep)
+    # without an average are rows before the first sample: if there is one group, the first rows
+    first = slice(None) if by.width else slice(1)
     omits = averages.nan_policy == "omit"
-    return [_like(*pair, omits) for pair in zip(columns, found, strict=True)]
+    return [
+        _like(column, values, omits and has_nan(values[first]))
+        for column, values in zip(columns, found, strict=True)
+    ]
 
 
 def _of(name: str, keys: Sequence[Any], keep: bool) -> Sequence[Any]:
@@ -172,7 +177,7 @@ def _numbers(column: pl.Series) -> Array:
     return column.to_numpy()
 
 
-def _like(column: pl.Series, averages: Array, omits: bool) -> pl.Series:
-    """Averages as a column; null where there is none yet."""
-    found = pl.Series(column.name, averages, nan_to_null=omits and has_nan(averages))
+def _like(column: pl.Series, averages: Array, nulls: bool) -> pl.Series:
+    """Averages as a column; perhaps with null for NaN."""
+    found = pl.Series(column.name, averages, nan_to_null=nulls)
     return found.cast(column.dtype) if column.dtype.is_float() else found

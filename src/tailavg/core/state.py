@@ -25,6 +25,11 @@ one framework saved another one loads.
 An `Exponential` has one block and its mean is the average at step `folded`; an `ExactWindow` has
 blocks of one sample.
 
+Averages by key (`TailAverages`) are of format `"tailavg by key"`. Beside `version`, `rule` and
+`nan_policy` they have lists with an entry for each key: `keys`, `counts`, `starts`, `blocks`,
+`folded` and `partial`. In their file, `starts` and `blocks` of all keys follow each other, `held`
+says how many each key has, and `keys` are JSON as bytes, a tuple as a list.
+
 `tailavg stream` saves lines of JSON: first its options, then for each key a list of the key and of
 its averages, of each what differs between averages of a rule: `count` and all that comes after.
 """

@@ -98,7 +98,9 @@ class TailAverages(Mapping[Any, TailAverage]):
         return average
 
     def update_many(self, keys: Any, xs: Any) -> None:
-        """Take many samples, each of the key in the same place: as `update` with each, but faster.
+        """Take many samples, each of the key in the same place: all of them, or none.
+
+        It is faster than `update` where there are dozens of each key.
 
         Examples:
             >>> averages = TailAverages(2)
@@ -344,11 +346,11 @@ class TailAverages(Mapping[Any, TailAverage]):
         groups = _Groups(codes, len(keys), xs)
         held = [None if new is None else self._averages.get(key) for key in keys]
         fastest = loops.plain
-        few = new is not None and len(xs) <= len(keys) * (FEW if write else 4 * FEW)
         several = len(keys) > 1 or len(xs) <= SHARED
         if several and len(xs) and compiling.installed() and not self._apart(window):
             fastest = loops.fastest(len(xs))
-        if few and groups.number > 1 and not isinstance(self.rule, ExactWindow):
+        few = len(keys) > 1 and len(xs) <= len(keys) * (FEW if write else 4 * FEW)
+        if few and new is not None and not isinstance(self.rule, ExactWindow):
             averages = held.copy()
             out = self._scan_few(groups, averages, window, write)
         elif fastest is loops.plain:
