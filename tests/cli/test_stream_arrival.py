@@ -22,9 +22,9 @@ READS = {
     "capped": [(AnytimeWindow(Growing(0.5, at_most=60)), None)],
     "exponential": [(Exponential(0.25), None)],
     "fixed exponential": [(Exponential(100), None)],
+    "exact": [(ExactWindow(5), None)],
     "windows": [(SHARED, Growing(0.1)), (AnytimeWindow(20), None), (SHARED, Growing(0.5))],
 }
-KEYED = READS | {"exact": [(ExactWindow(5), None)]}  # whose rows are always taken one by one
 ODD = [[], ["nan", "1", "inf", "-inf"], ["1e16", "-1e16"]]
 
 pytestmark = pytest.mark.usefixtures("switched")
@@ -113,9 +113,9 @@ def one_by_one(reads, rows):
     return text, held
 
 
-@pytest.mark.parametrize("method", KEYED)
+@pytest.mark.parametrize("method", READS)
 def test_keys(tmp_path, method):
-    reads, texts = KEYED[method], csv_lines()
+    reads, texts = READS[method], csv_lines()
     alone = answers(keyed(reads, CsvInput), texts)
     rows = [(key, float(x), float(y)) for key, x, y in (text.split(",") for text in texts)]
     expected, held = one_by_one(reads, rows)

@@ -35,7 +35,7 @@ __all__ = [
     "split_weights",
 ]
 
-LONG = 20_000
+LONG = 50_000
 """How many numbers are scanned by plain loops before numba is imported, for half a second."""
 
 SMALL = 24
