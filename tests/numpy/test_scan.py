@@ -162,3 +162,12 @@ def test_a_numba_that_cannot_be_imported_is_told_and_done_without(monkeypatch):
         assert_close(TailAverage(3).scan(xs), first, 1e-15)
     finally:
         compiling.installed.cache_clear()
+
+
+def test_loops_are_compiled_where_nothing_can_be_cached():
+    """As of code that is in no file."""
+    names = {}
+    exec("def twice(x):\n    return 2 * x\ndef four(x):\n    return twice(twice(x))", names)
+    compiled = compiling.compiled([names["twice"], names["four"]], names)
+    assert compiled.four(1.5) == 6.0
+    assert compiled.four.signatures

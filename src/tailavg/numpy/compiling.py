@@ -48,5 +48,8 @@ def compiled(
     for loop in loops:  # a copy that finds the compiled ones under the names of the plain ones
         assert isinstance(loop, FunctionType)
         copy = FunctionType(loop.__code__, found, loop.__name__)
-        found[loop.__name__] = njit(cache=True, error_model="numpy")(copy)
+        try:
+            found[loop.__name__] = njit(cache=True, error_model="numpy")(copy)
+        except RuntimeError:  # there is no folder that a cache could be written to
+            found[loop.__name__] = njit(error_model="numpy")(copy)
     return SimpleNamespace(**{loop.__name__: found[loop.__name__] for loop in loops})
