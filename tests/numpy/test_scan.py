@@ -1,8 +1,9 @@
 """Scans against the slow loop that says what a scan is: to the bit with loops; and chunks."""
 
 import sys
-import types
 from fractions import Fraction
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
 
 import numpy as np
 import pytest
@@ -152,7 +153,8 @@ def test_a_numba_that_cannot_be_imported_is_told_and_done_without(monkeypatch):
     monkeypatch.setattr(loops, "LONG", 0)
     monkeypatch.setattr(loops, "_compiled", lambda: compiling.compiled([], {}))
     monkeypatch.setattr(compiling, "_broken", [])
-    monkeypatch.setitem(sys.modules, "numba", types.ModuleType("numba"))  # without njit
+    empty = module_from_spec(ModuleSpec("numba", None))  # without njit
+    monkeypatch.setitem(sys.modules, "numba", empty)
     compiling.installed.cache_clear()
     xs = np.arange(10.0)
     try:
