@@ -49,7 +49,7 @@ def scanned(average, xs, *window):
 
 @of_rules(ALL)
 @pytest.mark.parametrize("kind", ["float", "complex", "0-d float32", "float32 (3,)"])
-def test_a_scan_is_what_the_slow_loop_says(rule, kind, way):
+def test_a_scan_is_what_the_slow_loop_says(rule, kind, without_numba):
     xs = KINDS[kind].draw(900)
     expected = one_by_one(TailAverage(rule), KINDS[kind].each(xs))
     assert_close(scanned(TailAverage(rule), xs), expected, KINDS[kind].rtol)

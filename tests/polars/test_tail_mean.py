@@ -243,7 +243,7 @@ def test_parts_give_what_the_whole_gives(rows, cuts, rule, nan_policy):
         part = df[start:end]
         parts.append(tail_mean(part, rule, by="run", nan_policy=nan_policy, state=state))
         start = end
-    assert_frame_equal(pl.concat(parts), whole, check_exact=loops.installed(), rel_tol=1e-12)
+    assert_frame_equal(pl.concat(parts), whole, check_exact=compiling.installed(), rel_tol=1e-12)
 
 
 def test_the_keys_of_a_state(tmp_path):
