@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cases import KINDS, RULES, assert_close, bits, of_rules, rules
+from cases import KINDS, RULES, assert_close, bits, of_rules, rules, windows
 from tailavg import (
     AnyTail,
     AnytimeWindow,
@@ -20,6 +20,7 @@ from tailavg import (
     RawTail,
     TailAverage,
 )
+from tailavg.core.equation import join
 from tailavg.numpy import compiling, loops
 from tailavg.numpy.scan import one_by_one
 
@@ -173,3 +174,19 @@ def test_loops_are_compiled_where_nothing_can_be_cached():
     compiled = compiling.compiled([names["twice"], names["four"]], names)
     assert compiled.four(1.5) == 6.0
     assert compiled.four.signatures
+
+
+@given(old=st.integers(1, 10**9), newer=st.integers(1, 10**9), part=st.floats(0.001, 1.0))
+def test_the_equation_of_the_loops_is_that_of_the_core(old, newer, part):
+    """Written once more, in the form that compiles; where the new samples alone do not suffice."""
+    k = newer + part * 2 * old  # more than there are, too
+    each, of_old = loops.split_weights(old, newer, k)
+    assert of_old == pytest.approx(join(old, newer, k), rel=1e-9, abs=1e-12)
+    assert each * newer + of_old == pytest.approx(1.0, rel=1e-12)
+
+
+@given(window=windows, t=st.integers(1, 10**7))
+def test_sizes_and_decays_of_the_loops_are_those_of_the_core_to_the_bit(window, t):
+    described = loops.described(window)
+    assert loops.size_at(float(t), described) == window.size(t)
+    assert loops.decay_at(float(t), described) == Exponential(window).decay(np.array([t]))[0]
