@@ -79,7 +79,8 @@ class Averages:
     def scan_keys(self, keys: list[str], rows: Array, every: int) -> tuple[Array, list[bool]]:
         """Take rows, each of a key; the averages after every `every`-th, and which those are."""
         self._taken += len(rows)
-        if self._packed is not None or (self._packs and self._taken >= loops.LONG):
+        # a row takes five times as long as a number that is scanned
+        if self._packed is not None or (self._packs and 5 * self._taken >= loops.LONG):
             self._packed = self._pack()
             averages, counts = self._packed.scan(keys, rows)
             shown = counts % every == 0
