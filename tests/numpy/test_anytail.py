@@ -169,6 +169,16 @@ def test_long_chunks_give_the_same_averages(rule, kind):
         assert scanned._clock.blocks == added._clock.blocks
 
 
+@pytest.mark.parametrize("kind", ["float", "float32 (3,)"])
+def test_without_numba_scans_and_additions_leave_the_same_state(kind, without_numba):
+    xs = KINDS[kind].draw(9000)
+    scanned, added = TailAverage(AnyTail()), TailAverage(AnyTail())
+    for part in np.split(xs, [1, 777, 5001]):
+        scanned.scan(part, 0.3)
+        added.update_many(part)
+    assert scanned == added
+
+
 def test_a_million_samples_in_single_precision_keep_five_digits():
     """Each merge rounds the mean, and the oldest samples are merged again and again."""
     random = np.random.default_rng(0)

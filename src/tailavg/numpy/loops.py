@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 LONG = 50_000
-"""How many numbers are scanned by plain loops before numba is imported, for half a second."""
+"""How many numbers plain loops scan before numba is imported, which takes half a second."""
 
 SMALL = 24
 """Blocks of at most as many samples are weighed side by side."""

@@ -1,7 +1,8 @@
 """Scans: the average after each of many samples.
 
 `one_by_one` says what a scan is. The other functions give the same, to the last few digits, much
-faster, each for one kind of average. Samples are the rows of a matrix.
+faster, each for one kind of average. They are used where `tailavg.numpy.loops`, which gives the
+same bits, is not compiled. Samples are the rows of a matrix.
 """
 
 from __future__ import annotations
