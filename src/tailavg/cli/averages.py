@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from tailavg.cli.packed import OWN, Packed
+from tailavg.cli.packed import OWN, PackedKeys
 from tailavg.core.rules import AnyTail, Rule
 from tailavg.core.windows import Window
 from tailavg.numpy import TailAverage, compiling, loops
 from tailavg.numpy.arithmetic import Array
+from tailavg.numpy.packed import Packed
 
 __all__ = ["Averages", "Reads"]
 
@@ -37,8 +38,8 @@ class Averages:
         self._places = [(self.rules.index(rule), window) for rule, window in reads]
         self._columns = columns
         self._most = FEW * columns if keep else 0
-        self._packs = keep and compiling.installed() and Packed.holds(self.rules)
-        self._packed: Packed | None = None
+        self._packs = keep and compiling.installed() and all(map(Packed.holds, self.rules))
+        self._packed: PackedKeys | None = None
         self._taken = 0  # rows that came in blocks
         # of each key, the averages by each rule of each column; or the samples, row by row
         self._held: dict[str, list[TailAverage] | array[float]] = {}
@@ -109,15 +110,15 @@ class Averages:
                     self._held[key] = averages
         return found
 
-    def _pack(self) -> Packed:
+    def _pack(self) -> PackedKeys:
         """Hold all keys in arrays."""
         packed = self._packed
         if packed is None:
             fastest = loops.fastest(loops.LONG)
-            packed = Packed(self.rules, self._places, self._columns, fastest)
+            packed = PackedKeys(self.rules, self._places, self._columns, fastest)
         for key, held in self._held.items():
             averages = held if isinstance(held, list) else self._replayed(held)
-            packed.put(key, [average.state_dict() for average in averages])
+            packed.put(key, averages)
         self._held = {}
         return packed
 
@@ -126,12 +127,8 @@ class Averages:
         assert self._packed is not None
         if len(self._held) >= SINGLE:
             self._pack()
-        states = self._packed.states_of(key)
-        if states:
-            self._held[key] = [
-                TailAverage.from_state_dict(self._alike[i % len(self.rules)] | own)
-                for i, own in enumerate(states)
-            ]
+        if averages := self._packed.averages_of(key):
+            self._held[key] = averages
 
     def scan(self, key: str, rows: Array) -> tuple[Array, int]:
         """Take rows, and return the averages after each; and how many rows came before."""

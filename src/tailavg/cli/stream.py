@@ -39,7 +39,7 @@ from tailavg.cli.lines import (
 )
 from tailavg.core import signals
 from tailavg.core.files import InUseError, check_writable, locked, whole_file
-from tailavg.core.rules import AnyTail, AnytimeWindow
+from tailavg.core.rules import shared_rules
 from tailavg.core.signals import Act, Stopped
 from tailavg.core.state import STREAM, STREAM_VERSIONS, plain
 from tailavg.core.windows import NEVER, Growing, Window
@@ -215,18 +215,10 @@ def _share(windows: list[Window], method: Method, accumulators: int | None) -> R
     fractions = [window.c for window in windows if isinstance(window, Growing)]
     if accumulators is not None and not fractions:
         raise typer.BadParameter("--accumulators goes with fractions in --windows, got counts only")
-    shortest = min(fractions, default=1.0)
     try:
-        shared = AnyTail(
-            12 if accumulators is None else accumulators, shortest if shortest < 1.0 else 0.5
-        )
+        return shared_rules(windows, 12 if accumulators is None else accumulators)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    # a count would become a fraction that is too short
-    return [
-        (shared, window) if isinstance(window, Growing) else (AnytimeWindow(window), None)
-        for window in windows
-    ]
 
 
 def _finish(session: Session, failure: str | None, state: Path | None) -> None:

@@ -31,6 +31,7 @@ from tailavg.core.windows import (
     TIE,
     AnyWindow,
     Fixed,
+    Growing,
     OfWindow,
     Window,
     as_window,
@@ -50,6 +51,7 @@ __all__ = [
     "Rule",
     "WindowRule",
     "as_rule",
+    "shared_rules",
     "size_of",
     "window_of",
 ]
@@ -317,6 +319,30 @@ def window_of(rule: Rule, window: Reading | None, t: int) -> Window | Decay:
             "an AnyTail reads any window"
         )
     return rule.window
+
+
+def shared_rules(
+    windows: Sequence[Window], accumulators: int = 12
+) -> list[tuple[Rule, Window | None]]:
+    """How to average several windows: for each a rule, and what to read if it has no window.
+
+    One `AnyTail` serves all fractions. A count would become a fraction too short for it.
+
+    Examples:
+        >>> shared_rules([Growing(0.1), Growing(0.5), Fixed(100)])
+        [(AnyTail(accumulators=12, shortest=0.1), Growing(c=0.1, at_most=None)),
+         (AnyTail(accumulators=12, shortest=0.1), Growing(c=0.5, at_most=None)),
+         (AnytimeWindow(window=Fixed(k=100), accumulators=3, turns='balanced'), None)]
+    """
+    fractions = [one.c for one in windows if isinstance(one, Growing) and one.at_most is None]
+    shortest = min(fractions, default=1.0)
+    shared = AnyTail(accumulators, shortest if shortest < 1.0 else 0.5)
+    return [
+        (shared, window)
+        if isinstance(window, Growing) and window.at_most is None
+        else (AnytimeWindow(window), None)
+        for window in windows
+    ]
 
 
 def size_of(rule: Rule, window: Reading | None, t: int) -> float:

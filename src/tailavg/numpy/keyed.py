@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from functools import lru_cache
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from tailavg.core import state as layout
-from tailavg.core.clock import BlockClock, Clock, clock_for
+from tailavg.core.clock import Clock
 from tailavg.core.decay import Decay, Reading
-from tailavg.core.rules import AnyTail, ExactWindow, Exponential, Rule, window_of
-from tailavg.core.windows import AnyWindow, Growing, Window, shown
+from tailavg.core.rules import AnyTail, ExactWindow, Rule, window_of
+from tailavg.core.windows import AnyWindow, Growing, shown
 from tailavg.numpy import compiling, loops
 from tailavg.numpy.arithmetic import Array
 from tailavg.numpy.average import NanPolicy, TailAverage, has_nan, numbers
+from tailavg.numpy.packed import Packed, follow, fresh
 
 __all__ = ["Part", "TailAverages", "averages_for"]
 
-SHARED = 4096
-"""Groups that end by this step are scanned with one plan; a longer one is worth one of its own."""
+LONG = 4096
+"""A single group of more rows is better scanned by itself."""
 
 FEW = 4
 """So many rows of each key are scanned one by one: what a key holds need not become an array."""
@@ -209,7 +208,7 @@ class TailAverages(Mapping[Any, TailAverage]):
         """An average in this state, if it is possible."""
         average, steps = self._new(), (count, tuple(starts), folded)
         if steps in known:  # which takes a millisecond to check, and keys are often alike
-            _resume(average._clock, known[steps])
+            follow(average._clock, known[steps])
         else:
             layout.check_steps(count, starts, folded)
             if not count:
@@ -329,14 +328,7 @@ class TailAverages(Mapping[Any, TailAverage]):
         return result
 
     def _new(self) -> TailAverage:
-        """A copy of the empty average; to make one anew takes ten times as long."""
-        empty, average = self._empty, TailAverage.__new__(TailAverage)
-        for name in ("_dtype", "_due", "_left", "_nan_policy", "_shape"):
-            setattr(average, name, getattr(empty, name))
-        average._clock = clock = object.__new__(type(empty._clock))
-        clock.rule = empty.rule
-        _resume(clock, empty._clock)
-        return average
+        return fresh(self._empty)
 
     def _scan_part(
         self, part: Part, new: dict[Any, TailAverage] | None, window: Reading | None, write: bool
@@ -346,7 +338,7 @@ class TailAverages(Mapping[Any, TailAverage]):
         groups = _Groups(codes, len(keys), xs)
         held = [None if new is None else self._averages.get(key) for key in keys]
         fastest = loops.plain
-        several = len(keys) > 1 or len(xs) <= SHARED
+        several = len(keys) > 1 or len(xs) <= LONG
         if several and len(xs) and compiling.installed() and not self._apart(window):
             fastest = loops.fastest(len(xs))
         few = len(keys) > 1 and len(xs) <= len(keys) * (FEW if write else 4 * FEW)
@@ -441,15 +433,15 @@ class TailAverages(Mapping[Any, TailAverage]):
             for group, average in enumerate(held):
                 if average is not None:
                     latest[group] = average.value(window)
-        out = np.empty_like(rows)
-        states = _States(self.rule, held)
+        packed = Packed.of(self.rule, held)
         if not write and isinstance(self.rule, AnyTail):
             window = Growing(1.0)  # any one will do
-        done = states.scan(compiled, groups.starts, rows, out, window)
-        for group in np.flatnonzero(np.diff(groups.starts) * ~done).tolist():
-            self._scan_one(groups, group, rows, out if write else out[:0], averages, window)
+        (out,) = packed.scan(rows, groups.starts, [window], compiled)
         if averages:
-            states.store(np.flatnonzero(np.diff(groups.starts) * done), averages, self._new)
+            which = np.flatnonzero(np.diff(groups.starts))
+            into = [averages[group] or self._new() for group in which.tolist()]
+            for group, average in zip(which, packed.averages(which, into), strict=True):
+                averages[group] = average
         return groups.unsort_compiled(compiled, out, latest) if write else out
 
 
@@ -513,103 +505,6 @@ class _Groups:
         out = np.empty(len(self.xs))
         compiled.ungroup_rows(self.codes, self._places, averages, latest, out)
         return out
-
-
-class _States:
-    """What the averages of groups hold, as arrays; see `tailavg.numpy.loops`."""
-
-    def __init__(self, rule: Rule, held: list[Any]) -> None:
-        self.rule, number = rule, len(held)
-        blocks = 1 if isinstance(rule, Exponential) else len(clock_for(rule).blocks)
-        self.means = np.zeros((number, blocks, 1))
-        self.sizes = np.zeros((number, blocks), np.int64)
-        self.sums = np.zeros((number, 1))
-        self.rests, self.counts = np.zeros(number, np.int64), np.zeros(number, np.int64)
-        for group, average in enumerate(held):
-            if average is not None:
-                clock = average._now
-                self.means[group, :, 0] = average._means
-                self.sums[group] = average._sum
-                self.counts[group], self.rests[group] = clock.count, clock.count - clock.folded
-                self.sizes[group] = [b - a for a, b in pairwise([*clock.blocks, clock.count])]
-
-    def scan(
-        self,
-        compiled: SimpleNamespace,
-        starts: Array,
-        rows: Array,
-        out: Array,
-        window: Reading | None,
-    ) -> Array:
-        """Scan the groups that are not long; which they are."""
-        rule, sizes = self.rule, np.diff(starts)
-        ends = self.counts + sizes
-        if isinstance(rule, Exponential):
-            own = rule.window
-            state = self.means, self.sums, self.rests, self.counts
-            compiled.scan_decaying_groups(
-                rows, out, starts, *state, own.steady_from, loops.described(own)
-            )
-            done = np.ones(len(ends), bool)
-        else:
-            done = ends <= SHARED
-            if not (done * sizes).any():
-                return done
-            steps = np.unique(ends[done & (sizes > 0)]).tolist()
-            asked: Any = rule.window if not isinstance(rule, AnyTail) else None
-            for step in steps if asked is None else []:
-                asked = window_of(rule, window, step)
-            plan, untils = _plan(rule, asked, 1 << (steps[-1] - 1).bit_length())
-            held = self.means, self.sizes, self.sums, self.rests, self.counts
-            compiled.scan_groups(rows, out, starts, *held, plan, untils, loops.described(asked))
-        self.counts = np.where(done, ends, self.counts)
-        return done
-
-    def store(
-        self,
-        which: Array,
-        averages: list[Any],
-        new: Callable[[], TailAverage],
-    ) -> None:
-        """Let the averages of these groups hold what they hold now; None becomes a new one."""
-        counts = self.counts[which]
-        folded = (counts - self.rests[which]).tolist()
-        if isinstance(self.rule, Exponential):
-            blocks = [[0]] * len(which)
-        else:
-            since = np.cumsum(self.sizes[which, ::-1], axis=1)[:, ::-1]
-            blocks = (counts[:, None] - since).tolist()
-        means, sums = self.means[which, :, 0].tolist(), self.sums[which, 0].tolist()
-        known: dict[Any, Clock] = {}  # the blocks follow from the count
-        for i, (group, count) in enumerate(zip(which.tolist(), counts.tolist(), strict=True)):
-            average = averages[group]
-            if average is None:
-                average = averages[group] = new()
-                average._begin(None, _FLOAT64)
-            average._left = None
-            average._means, average._sum = means[i], sums[i]
-            if like := known.get((count, folded[i])):
-                _resume(average._clock, like)
-            else:
-                average._clock.resume(count, blocks[i], folded[i])
-                known[count, folded[i]] = average._clock
-            average._commit()
-
-
-@lru_cache(maxsize=64)
-def _plan(rule: Rule, window: Window, end: int) -> tuple[Array, Array]:
-    """The runs of samples from the first step on, and the steps at which they end."""
-    clock = clock_for(rule)
-    assert isinstance(clock, BlockClock)
-    runs = [run for found, repeats in clock.runs(end, window) for run in found * repeats]
-    plan = np.array(runs)
-    return plan, np.cumsum(plan[:, 0])
-
-
-def _resume(clock: Clock, like: Clock) -> None:
-    """Let a clock be where another is, of the same rule, without finding out what is next."""
-    for name in ("blocks", "count", "folded", "next", *type(clock).__slots__):
-        setattr(clock, name, getattr(like, name))
 
 
 def averages_for(
