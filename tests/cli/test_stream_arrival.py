@@ -165,7 +165,9 @@ def test_keys_in_arrays_take_little_memory():
     for start in range(0, 50_000, 5000):
         keys = [f"key{i:07d}" for i in range(start, start + 5000)]
         averages.scan_keys(keys, np.ones((5000, 1)), 1)
-    held = [part for part in vars(averages._packed._held[0]).values() if isinstance(part, np.ndarray)]
+    held = [
+        part for part in vars(averages._packed._held[0]).values() if isinstance(part, np.ndarray)
+    ]
     assert len(averages) == 50_000
     assert sum(part.nbytes for part in held) / 50_000 < 120
     assert lines(key for key, _ in averages.saved()).count("\n") == 50_000

@@ -440,7 +440,7 @@ class TailAverages(Mapping[Any, TailAverage]):
         if averages:
             which = np.flatnonzero(np.diff(groups.starts))
             into = [averages[group] or self._new() for group in which.tolist()]
-            for group, average in zip(which, packed.averages(which, into), strict=True):
+            for group, average in zip(which.tolist(), packed.averages(which, into), strict=True):
                 averages[group] = average
         return groups.unsort_compiled(compiled, out, latest) if write else out
 

@@ -124,13 +124,13 @@ class Packed:
             own.sums[:, 0].tolist(),
             strict=True,
         )
-        found = list(into) or [fresh(self._empty) for _ in which]
+        found: list[Any] = list(into) or [fresh(self._empty) for _ in which]
         known: dict[Any, Clock] = {}  # the blocks follow from the count
         for average, (count, blocks, folded, means, total) in zip(found, steps, strict=True):
             if not count:
                 continue
             if not average.count:
-                average._begin(None, average._dtype or np.dtype(np.float64))
+                average._begin(None, average._dtype)
             average._left = None
             average._means, average._sum = means, total
             if like := known.get((count, folded)):
@@ -141,8 +141,8 @@ class Packed:
             average._commit()
         return found
 
-    def hold(self, i: int, average: TailAverage) -> None:
-        """Hold what an average holds."""
+    def hold(self, i: int, average: Any) -> None:
+        """Hold what an average holds, one that has samples."""
         clock = average._now
         self.means[i, :, 0], self.sums[i] = average._means, average._sum
         self.counts[i], self.rests[i] = clock.count, clock.count - clock.folded

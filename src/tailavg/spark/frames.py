@@ -1,0 +1,392 @@
+"""Tail averages in Spark: of keys in a stream that never ends, and of rows in a table.
+
+tail_mean(events, "loss", 0.25, by="run", order_by="step")   # the last quarter of each run
+
+In a stream, rows travel in bundles. Spark hands rows to a stateful Python function one by one, and
+calls it once for each key: both cost more than the averages. So rows are packed into Arrow bytes
+before they are shuffled, each with those of the same bucket of keys, and unpacked at the end:
+
+    rows ─▶ pack ─▶ shuffle by bucket ─▶ the state of each key: read, average, write ─▶ unpack
+
+What is not averaged passes through as Arrow has it: nothing is rounded, and no null becomes a NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, get_args
+
+from tailavg.core.extras import needs
+
+with needs("spark"):
+    import pandas as pd
+    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import functions as sql
+    from pyspark.sql import types as kinds
+    from pyspark.sql.streaming.stateful_processor import StatefulProcessor
+
+from tailavg.core.rules import AnyTail, ExactWindow, Rule, as_rule, shared_rules
+from tailavg.core.windows import AnyWindow, Fixed, Window, as_window, shown
+from tailavg.numpy.average import NanPolicy
+from tailavg.spark.job import (
+    BUCKET,
+    COLUMN,
+    EVERY,
+    KEPT,
+    KEY,
+    LATE,
+    ROWS,
+    STATE,
+    Job,
+    Late,
+    Output,
+    from_bytes,
+    to_bytes,
+)
+
+__all__ = ["saved_states", "tail_mean"]
+
+BUCKETS = 64
+"""Into how many parts keys are divided."""
+
+_ROCKSDB = "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider"
+_PROVIDER = "spark.sql.streaming.stateStore.providerClass"
+_BUNDLE = "bucket int, rows binary"
+
+_ORDERED: dict[str, Any] = {  # what rows can be ordered by
+    kind().simpleString(): kind()
+    for kind in (
+        *(kinds.ByteType, kinds.ShortType, kinds.IntegerType, kinds.LongType),
+        *(kinds.FloatType, kinds.DoubleType),
+        *(kinds.DateType, kinds.TimestampType, kinds.TimestampNTZType),
+    )
+}
+_NESTED = (kinds.ArrayType, kinds.MapType, kinds.StructType, kinds.VariantType)
+
+
+def tail_mean(
+    df: DataFrame,
+    columns: str | Sequence[str],
+    window: AnyWindow | Rule | Sequence[AnyWindow],
+    *,
+    by: str | Sequence[str] = (),
+    order_by: str | None = None,
+    output: Output = "rows",
+    late: Late = "include",
+    nan_policy: NanPolicy = "omit",
+    ttl: timedelta | None = None,
+    initial_state: DataFrame | None = None,
+    buckets: int = BUCKETS,
+) -> DataFrame:
+    """The average of the tail of each key, after each row: of a stream or a table.
+
+    The averages of `"loss"` are in a column `loss_tail`; of several windows there is one for each,
+    such as `loss_tail_0_25`. A streaming query needs the RocksDB state store, append mode (the
+    default) and a checkpoint. Then each row is averaged exactly once, whatever is killed.
+
+    Args:
+        df: A DataFrame, streaming or not, of Spark or Spark Connect.
+        columns: What to average: the names of columns of numbers.
+        window: How many samples are averaged, and how: a number (an int for the last that many, a
+            float in (0, 1] for the last fraction), a window or a rule, as for `TailAverage`. Or
+            several numbers or windows: one `AnyTail` serves all fractions.
+        by: The columns of the key. Without any, there is one average of all.
+        order_by: The column that puts the rows of a key in order: numbers, dates or timestamps.
+            Spark keeps no order of its own, so a table needs it. A stream without it takes the rows
+            of a micro-batch as they arrive. Rows of the same key and order are taken in the order
+            of their values.
+        output: `"rows"` adds columns to the rows. `"latest"` has one row for each key (in a stream,
+            for each key and micro-batch): the key, `order_by` and the averages.
+        late: What is done with a row whose `order_by` is less than that of one averaged in an
+            earlier micro-batch, or null: `"include"` averages it as if it were next, `"drop"` drops
+            it, `"error"` ends the query. Their number is in the query's progress, in
+            `observedMetrics`, under `"tailavg loss_tail"`.
+        nan_policy: What is done with a null or NaN in `columns`. `"omit"`: it is not counted, and
+            the row has the average as it was, or null if there is none yet. `"propagate"`: averages
+            are NaN while they have it in their window. `"raise"` ends the query.
+        ttl: Forget a key that has had no row for so long, of the clock on the wall. Streams only.
+        initial_state: States to go on from, as `saved_states` gives them. In a stream they are
+            taken at its very first start only.
+        buckets: Into how many parts the keys of a stream are divided: the most tasks that work side
+            by side. It stays the same for a checkpoint.
+    """
+    columns, by = _names(columns, "columns"), _names(by, "by")
+    for name, value, allowed in (("output", output, Output), ("late", late, Late)):
+        if value not in get_args(allowed):
+            raise ValueError(f"{name}: expected one of {get_args(allowed)}, got {value!r}")
+    if nan_policy not in get_args(NanPolicy):
+        raise ValueError(f"nan_policy: expected one of {get_args(NanPolicy)}, got {nan_policy!r}")
+    if type(buckets) is not int or not 1 <= buckets <= 4096:
+        raise ValueError(f"buckets: expected an int from 1 to 4096, got {shown(buckets)}")
+    reads, suffixes = _reads(window)
+    schema = df.schema
+    _check_columns(schema, columns, by, order_by)
+    names = [f"{column}_tail{suffix}" for column in columns for suffix in suffixes]
+    if taken := [name for name in names if name in schema.names]:
+        raise ValueError(
+            f"df: expected no column {taken[0]!r}, where the averages go; rename or drop it"
+        )
+    if not by:
+        df, by = df.withColumn(KEY, sql.lit("")), (KEY,)
+    if output == "latest":
+        df = df.select(*dict.fromkeys([*by, *_listed(order_by), *columns]))
+    rules = list(dict.fromkeys(rule for rule, _ in reads))
+    job = Job(
+        columns=columns,
+        rules=tuple(rules),
+        by=by,
+        order_by=order_by,
+        order_type=None if order_by is None else schema[order_by].dataType.simpleString(),
+        nan_policy=nan_policy,
+        buckets=buckets,
+        reads=tuple((rules.index(rule), asked) for rule, asked in reads),
+        names=tuple(names),
+        output=output,
+        late=late,
+    )
+    states = None
+    if initial_state is not None:
+        states = _initial(initial_state, df, by, order_by)
+    if df.isStreaming:
+        averaged = _of_stream(job, df, states, ttl)
+        late_rows = sql.coalesce(sql.sum(LATE), sql.lit(0)).alias("late")
+        averaged = averaged.observe(f"tailavg {names[0]}", late_rows)
+    else:
+        if ttl is not None:
+            raise ValueError("ttl: expected none for a table, which has no clock, got one")
+        if order_by is None:
+            raise ValueError("order_by: expected a column, since a table has no order, got none")
+        averaged = _of_table(job, df, states)
+    return averaged.where(KEPT).drop(LATE, KEPT, KEY)
+
+
+def saved_states(spark: SparkSession, checkpoint: str, operator: int = 0) -> DataFrame:
+    """The states that a streaming query has in its checkpoint, one row for each average.
+
+    The columns are those of the key, `order_by` with the latest it has seen, `column`, the name of
+    the column averaged, and `state`, JSON that `TailAverage.from_state_dict` takes. `tail_mean`
+    takes all of it as `initial_state`.
+
+    Args:
+        spark: The session.
+        checkpoint: The folder of the query's checkpoint.
+        operator: The number of the stateful operation, if the query has several.
+    """
+    reader = spark.read.format("statestore").option("operatorId", operator)
+    described = reader.option("stateVarName", "description").load(checkpoint).collect()
+    if not described:
+        raise ValueError(f"{checkpoint}: expected a checkpoint of a query that has run, got none")
+    job = Job.from_text(described[0]["value"]["text"])
+    saved = reader.option("stateVarName", "averages").load(checkpoint)
+    key: Any = saved.schema["user_map_key"].dataType
+    found = [field for field in key if field.name != KEY]
+    chosen = [f"user_map_key.`{field.name}`" for field in found] + ["user_map_value.state"]
+    if job.order_by is not None:
+        found.append(kinds.StructField(job.order_by, _ORDERED[str(job.order_type)]))
+    found += [kinds.StructField(name, kinds.StringType()) for name in ("column", "state")]
+    return saved.select(*chosen).mapInArrow(job.spell, kinds.StructType(found))
+
+
+def _names(names: str | Sequence[str], what: str) -> tuple[str, ...]:
+    found = (names,) if isinstance(names, str) else tuple(names)
+    if not all(isinstance(name, str) for name in found) or len(set(found)) < len(found):
+        raise ValueError(f"{what}: expected names of columns, each once, got {names!r}")
+    if not found and what == "columns":
+        raise ValueError("columns: expected at least one to average, got none")
+    return found
+
+
+def _listed(name: str | None) -> list[str]:
+    return [] if name is None else [name]
+
+
+def _reads(window: Any) -> tuple[list[tuple[Rule, Window | None]], list[str]]:
+    """For each average of a column its rule, and the window to read if it has none; its name."""
+    if isinstance(window, list | tuple):
+        windows = [as_window(one) for one in window]
+        if not windows or len(set(windows)) < len(windows):
+            raise ValueError(f"window: expected at least one, each once, got {window!r}")
+        return shared_rules(windows), [f"_{_text(one)}" for one in windows]
+    rule = as_rule(window)
+    if isinstance(rule, AnyTail):
+        raise ValueError(
+            "window: expected windows to read, such as [0.1, 0.25, 0.5], which share one AnyTail; "
+            f"got {rule}"
+        )
+    if isinstance(rule, ExactWindow):
+        raise ValueError(
+            f"window: expected a rule with a small state, got {rule}, which keeps its samples; "
+            "use Spark's avg over a Window with rowsBetween"
+        )
+    return [(rule, None)], [""]
+
+
+def _text(window: Window) -> str:
+    """A window in the name of a column, without the dot that would need quotes in SQL."""
+    if isinstance(window, Fixed):
+        return str(window.k)
+    most = "" if window.at_most is None else f"_{window.at_most}"
+    return str(window.c).replace(".", "_") + most
+
+
+def _check_columns(
+    schema: Any, columns: Sequence[str], by: Sequence[str], order_by: str | None
+) -> None:
+    def kind(name: str, what: str) -> Any:
+        if name not in schema.names:
+            raise ValueError(f"{what}: expected one of {schema.names}, got {name!r}")
+        return schema[name].dataType
+
+    for name in columns:
+        if not isinstance(kind(name, "columns"), kinds.NumericType | kinds.BooleanType):
+            got = kind(name, "columns").simpleString()
+            raise TypeError(f"columns: expected numbers, got {name!r} of {got}; cast it")
+    for name in by:
+        if isinstance(kind(name, "by"), _NESTED):
+            got = kind(name, "by").simpleString()
+            raise TypeError(f"by: expected plain values, got {name!r} of {got}; select its parts")
+    for name in _listed(order_by):
+        got = kind(name, "order_by").simpleString()
+        if got not in _ORDERED:
+            raise TypeError(
+                f"order_by: expected numbers, dates or timestamps, got {name!r} of {got}; cast it"
+            )
+
+
+def _initial(
+    states: DataFrame, df: DataFrame, by: Sequence[str], order_by: str | None
+) -> DataFrame:
+    """Initial states, with the columns of the key as the data has them."""
+    if by == (KEY,):
+        states = states.withColumn(KEY, sql.lit(""))
+    for name in (*by, "column", "state"):
+        if name not in states.columns:
+            raise ValueError(
+                f"initial_state: expected a column {name!r}, as of saved_states, got "
+                f"{states.columns}"
+            )
+    typed = [sql.col(name).cast(df.schema[name].dataType).alias(name) for name in by]
+    for name in _listed(order_by):
+        known = sql.col(name) if name in states.columns else sql.lit(None)
+        typed.append(known.cast(df.schema[name].dataType).alias(name))
+    return states.select(*typed, sql.col("column").alias(COLUMN), sql.col("state").alias(STATE))
+
+
+def _of_stream(
+    job: Job, df: DataFrame, states: DataFrame | None, ttl: timedelta | None
+) -> DataFrame:
+    """Averages by a stateful operation."""
+    spark = df.sparkSession
+    if "RocksDB" not in (spark.conf.get(_PROVIDER, "") or ""):
+        raise ValueError(
+            "df: expected a session with the RocksDB state store, which streaming averages need; "
+            f'call spark.conf.set("{_PROVIDER}", "{_ROCKSDB}") first'
+        )
+    if ttl is not None and not (isinstance(ttl, timedelta) and ttl > timedelta(0)):
+        raise ValueError(f"ttl: expected a positive timedelta, got {ttl!r}")
+    part = sql.pmod(sql.hash(*job.by), sql.lit(job.buckets)).alias(BUCKET)
+
+    def packed(rows: DataFrame) -> Any:
+        return rows.select("*", part).mapInArrow(job.pack, _BUNDLE).groupBy("bucket")
+
+    key = kinds.StructType([df.schema[name] for name in job.by])
+    bundles = packed(df).transformWithStateInPandas(
+        _Processor(job, key, ttl),
+        "rows binary",
+        "Append",
+        "None" if ttl is None else "ProcessingTime",
+        None if states is None else packed(states),
+    )
+    averaged: DataFrame = bundles.mapInArrow(job.unpack, _schema(job, df))
+    return averaged
+
+
+def _of_table(job: Job, df: DataFrame, states: DataFrame | None) -> DataFrame:
+    """Averages of partitions whose rows are sorted by key: of one key after another.
+
+    The states come as rows before all others of their key.
+    """
+    schema = _schema(job, df)
+    order: list[Any] = [*job.by]
+    if states is not None:
+        df = df.unionByName(states, allowMissingColumns=True)
+        order.append(sql.col(STATE).isNull())
+    first = sql.col(str(job.order_by))
+    if job.order_type in ("float", "double"):  # in order, a NaN is as a null
+        first = sql.nanvl(first, sql.lit(None))
+    order += [first, *job.columns]
+    rows = df.repartition(*job.by).sortWithinPartitions(*order)
+    return rows.mapInArrow(job.walk, schema)
+
+
+def _schema(job: Job, df: DataFrame) -> Any:
+    """The columns of the result, and two of ours."""
+    kept = df.schema.fields
+    if job.output == "latest":
+        kept = [df.schema[name] for name in (*job.by, *_listed(job.order_by))]
+    averages = [kinds.StructField(name, kinds.DoubleType()) for name in job.names]
+    ours = [
+        kinds.StructField(LATE, kinds.IntegerType()),
+        kinds.StructField(KEPT, kinds.BooleanType()),
+    ]
+    return kinds.StructType([*kept, *averages, *ours])
+
+
+class _Processor(StatefulProcessor):
+    """Holds the state of each key of a stream, in a map for each bucket."""
+
+    def __init__(self, job: Job, key: Any, ttl: timedelta | None) -> None:
+        self._job, self._key, self._ttl = job, key, ttl
+
+    def init(self, handle: Any) -> None:
+        """Name what is held."""
+        ttl = None if self._ttl is None else max(1, round(self._ttl / timedelta(milliseconds=1)))
+        self._states = handle.getMapState("averages", self._key, "state binary", ttl)
+        self._description = handle.getValueState("description", "text string")
+
+    def handleInputRows(
+        self,
+        key: Any,
+        rows: Iterator[pd.DataFrame],
+        timerValues: Any,
+    ) -> Iterator[pd.DataFrame]:
+        """Average the rows of a bucket."""
+        bundles = [bundle for frame in rows for bundle in frame.iloc[:, -1]]
+        if key[0] == EVERY:
+            self._check()
+            return
+        result, states = self._job.average(from_bytes(bundles), self._load)
+        self._save(states)
+        for start in range(0, len(result), ROWS):
+            yield pd.DataFrame({"rows": [to_bytes(result.slice(start, ROWS))]})
+
+    def handleInitialState(
+        self,
+        key: Any,
+        initialState: pd.DataFrame,
+        timerValues: Any,
+    ) -> None:
+        """Take the states of a bucket."""
+        if key[0] != EVERY:
+            rows = from_bytes(initialState.iloc[:, -1])
+            self._save(self._job.read(rows, self._load))
+
+    def close(self) -> None:
+        """Nothing is left open."""
+
+    def _check(self) -> None:
+        """Every batch sees this once: the checkpoint is of averages as asked for."""
+        said = self._description.get()
+        if said is None:
+            self._description.update((self._job.text(),))
+        else:
+            self._job.check(said[0])
+
+    def _load(self, keys: list[Any]) -> list[Any]:
+        found = map(self._states.getValue, keys)
+        return [None if value is None else value[0] for value in found]
+
+    def _save(self, states: Iterable[tuple[Any, bytes]]) -> None:
+        for key, state in states:
+            self._states.updateValue(key, (state,))
