@@ -247,6 +247,8 @@ def _check_columns(
             got = kind(name, "by").simpleString()
             raise TypeError(f"by: expected plain values, got {name!r} of {got}; select its parts")
     for name in _listed(order_by):
+        if name in by:
+            raise ValueError(f"order_by: expected a column that is not in by, got {name!r}")
         got = kind(name, "order_by").simpleString()
         if got not in _ORDERED:
             raise TypeError(

@@ -1,0 +1,302 @@
+"""`tail_mean` of streams on a real Spark, against `TailAverage` key by key."""
+
+import datetime as dt
+import json
+import re
+import time
+from decimal import Decimal
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+import spark_runs as runs
+from tailavg import AnyTail, Exponential, TailAverage
+from tailavg.spark import saved_states, tail_mean
+
+
+def stream(spark, folder, schema=runs.SCHEMA, files=1):
+    reader = spark.readStream.schema(schema).option("maxFilesPerTrigger", files)
+    return reader.parquet(str(folder / "in"))
+
+
+def put(folder, name, rows, schema):
+    runs.write(folder / "in", name, pa.Table.from_pylist(rows, schema))
+
+
+SMALL = pa.schema([("run", pa.string()), ("step", pa.int64()), ("loss", pa.float64())])
+
+
+def given(*rows):
+    return [dict(zip(("run", "step", "loss"), row, strict=True)) for row in rows]
+
+
+def out(spark, folder, *columns, sink="out"):
+    rows = spark.read.parquet(str(folder / sink)).select(*columns).collect()
+    return sorted(map(tuple, rows), key=repr)
+
+
+def test_a_thousand_keys_of_a_thousand_rows(spark, tmp_path):
+    found, rng = runs.rows(1000, 1000), np.random.default_rng(1)
+    for i, end in enumerate((1, 300, 1000)):  # cut at odd places
+        start = (0, 1, 300)[i]
+        runs.write(tmp_path / "in", str(i), runs.table(found, slice(start, end), rng))
+    query = runs.ran(
+        tail_mean(stream(spark, tmp_path), "loss", 0.25, by="run", order_by="step"), tmp_path
+    )
+    assert [batch["numInputRows"] for batch in query.recentProgress] == [1000, 299_000, 700_000]
+    rows = (
+        spark.read.parquet(str(tmp_path / "out"))
+        .toArrow()
+        .sort_by([("run", "ascending"), ("step", "ascending")])
+    )
+    assert rows.schema.names == ["run", "step", "loss", "loss_tail"]
+    averages = rows["loss_tail"].to_numpy().reshape(1000, 1000)
+    for i, run in enumerate(sorted(found)):
+        want = TailAverage(0.25).scan(found[run])
+        np.testing.assert_allclose(averages[i], want, rtol=0, atol=1e-12 * np.abs(found[run]).max())
+        if i % 100 == 0:
+            assert averages[i].tolist() == runs.one_by_one(0.25, found[run])
+
+
+def test_late_rows_new_keys_and_missing_values(spark, tmp_path):
+    put(tmp_path, "0", given(("a", 1, 1.0), ("a", 3, 3.0), ("b", 1, None)), SMALL)
+    put(tmp_path, "1", given(("a", 2, 9.0), ("a", 4, 5.0), ("c", 1, 7.0)), SMALL)
+    put(tmp_path, "2", given(), SMALL)
+    put(tmp_path, "3", given(("a", None, 9.0), ("a", 5, float("nan")), ("b", 1, 2.0)), SMALL)
+    for late, want in (
+        ("include", [("a", 2, 6.0), ("a", 4, 7.0), ("a", None, 7.0), ("a", 5, 7.0)]),
+        ("drop", [("a", 4, 4.0), ("a", 5, 4.0)]),
+    ):
+        folder = tmp_path / late
+        folder.mkdir()
+        df = tail_mean(stream(spark, tmp_path), "loss", 2, by="run", order_by="step", late=late)
+        query = runs.ran(df, folder)
+        counted = [
+            row["late"]
+            for row in (
+                batch["observedMetrics"]["tailavg loss_tail"] for batch in query.recentProgress
+            )
+        ]
+        assert sum(counted) == 2
+        got = out(spark, folder, "run", "step", "loss_tail")
+        common = [("a", 1, 1.0), ("a", 3, 2.0), ("b", 1, None), ("c", 1, 7.0), ("b", 1, 2.0)]
+        assert got == sorted([*common, *want], key=repr)
+
+
+def test_late_rows_end_the_query_if_asked_to(spark, tmp_path):
+    from pyspark.errors import StreamingQueryException
+
+    put(tmp_path, "0", given(("a", 3, 1.0)), SMALL)
+    df = tail_mean(stream(spark, tmp_path), "loss", 2, by="run", order_by="step", late="error")
+    runs.ran(df, tmp_path)
+    put(tmp_path, "1", given(("a", 2, 9.0)), SMALL)
+    with pytest.raises(
+        StreamingQueryException, match=r"step: expected at least 3, .* got 2 in a row"
+    ):
+        runs.ran(df, tmp_path)
+
+
+def test_another_window_on_an_old_checkpoint_is_refused_and_the_state_goes_elsewhere(
+    spark, tmp_path
+):
+    from pyspark.errors import StreamingQueryException
+
+    found, rng = runs.rows(5, 60), np.random.default_rng(1)
+    runs.write(tmp_path / "in", "0", runs.table(found, slice(0, 40), rng))
+    lines = stream(spark, tmp_path)
+    runs.ran(tail_mean(lines, "loss", 0.25, by="run", order_by="step", output="latest"), tmp_path)
+    runs.write(tmp_path / "in", "1", runs.table(found, slice(40, 60), rng))
+    with pytest.raises(StreamingQueryException, match=r"window: expected .*c=0.25.* got .*c=0.5"):
+        runs.ran(tail_mean(lines, "loss", 0.5, by="run", order_by="step"), tmp_path)
+    with pytest.raises(StreamingQueryException, match=r"buckets: expected 64, .* got 8"):
+        runs.ran(tail_mean(lines, "loss", 0.25, by="run", order_by="step", buckets=8), tmp_path)
+
+    states = saved_states(spark, str(tmp_path / "checkpoint"))
+    assert states.columns == ["run", "step", "column", "state"]
+    for row in states.collect():
+        average = TailAverage.from_state_dict(json.loads(row["state"]))
+        assert (row["column"], row["step"], average.count, average.nan_policy) == (
+            "loss",
+            39,
+            40,
+            "omit",
+        )
+        assert average.value() == runs.one_by_one(0.25, found[row["run"]][:40])[-1]
+
+    # a new checkpoint goes on where the old one was
+    again, rest = tmp_path / "again", "step >= 40"
+    again.mkdir()
+    kept = tail_mean(
+        lines.where(rest),
+        "loss",
+        0.25,
+        by="run",
+        order_by="step",
+        initial_state=states,
+        late="error",
+    )
+    runs.ran(kept, again)
+    want = [
+        (run, step, value)
+        for run, xs in found.items()
+        for step, value in enumerate(runs.one_by_one(0.25, xs))
+        if step >= 40
+    ]
+    assert out(spark, again, "run", "step", "loss_tail") == sorted(want, key=repr)
+
+    # and what the table makes of it is the same
+    rows = spark.read.parquet(str(tmp_path / "in"))
+    table = tail_mean(
+        rows.where(rest),
+        "loss",
+        0.25,
+        by="run",
+        order_by="step",
+        initial_state=states,
+        late="error",
+    )
+    assert sorted(
+        map(tuple, table.select("run", "step", "loss_tail").collect()), key=repr
+    ) == sorted(want, key=repr)
+
+
+def test_several_columns_and_windows_in_one_state(spark, tmp_path):
+    xs = np.random.default_rng(3).normal(size=300)
+    schema = pa.schema(
+        [("run", pa.string()), ("step", pa.int32()), ("loss", pa.float32()), ("hits", pa.int64())]
+    )
+    rows = [{"run": "a", "step": i, "loss": x, "hits": int(8 * x)} for i, x in enumerate(xs)]
+    put(tmp_path, "0", rows[:200], schema)
+    put(tmp_path, "1", rows[200:], schema)
+    lines = stream(spark, tmp_path, "run string, step int, loss float, hits long")
+    df = tail_mean(
+        lines, ["loss", "hits"], [0.1, 0.5, 20], by="run", order_by="step", output="latest"
+    )
+    assert df.columns == [
+        "run", "step", "loss_tail_0_1", "loss_tail_0_5", "loss_tail_20",
+        "hits_tail_0_1", "hits_tail_0_5", "hits_tail_20",
+    ]  # fmt: skip
+    runs.ran(df, tmp_path)
+    for row in spark.read.parquet(str(tmp_path / "out")).collect():
+        count = row["step"] + 1
+        assert count in (200, 300)
+        for column in ("loss", "hits"):
+            taken = np.array(
+                [one[column] for one in rows[:count]], np.float32 if column == "loss" else float
+            )
+            average = TailAverage(AnyTail(12, 0.1))
+            for x in taken.astype(float).tolist():
+                average.update(x)
+            assert row[f"{column}_tail_0_1"] == average.value(0.1)
+            assert row[f"{column}_tail_0_5"] == average.value(0.5)
+            assert row[f"{column}_tail_20"] == runs.one_by_one(20, taken.astype(float))[-1]
+    assert saved_states(spark, str(tmp_path / "checkpoint")).count() == 4
+
+
+def test_whatever_is_not_averaged_passes_as_it_is(spark, tmp_path):
+    schema = (
+        "day date, at timestamp, price decimal(10,2), n long, flag boolean, x double, raw binary, "
+        "many array<int>, map map<string,double>, deep struct<a:int,b:array<string>>, "
+        "ntz timestamp_ntz, loss int"
+    )
+    when = dt.datetime(2024, 3, 31, 2, 30, 0, 1)
+    plain = dt.date(9999, 1, 1), when, Decimal("12.34"), 2**62 + 1, True, float("nan"), b"\0"
+    nested = [1, None], {"a": None}, (1, ["x", None])
+    full, none = (*plain, *nested, when, 4), (None,) * 12
+    written = spark.createDataFrame([none, full, full], schema)
+    written.write.parquet(str(tmp_path / "in"))
+    by = ["at", "price", "n", "flag", "raw", "ntz"]
+    df = stream(spark, tmp_path, schema)
+    runs.ran(tail_mean(df, "loss", Exponential(2), by=by, order_by="day"), tmp_path)
+    back = spark.read.parquet(str(tmp_path / "out"))
+    assert back.schema[:-1] == written.schema
+    rows = [sorted(map(repr, one.drop("loss_tail").collect())) for one in (written, back)]
+    assert rows[0] == rows[1]
+    assert sorted(row["loss_tail"] or 0 for row in back.collect()) == [0, 4.0, 4.0]
+    keys = saved_states(spark, str(tmp_path / "checkpoint")).select(by)
+    rows = [sorted(map(repr, one.collect())) for one in (written.select(by).distinct(), keys)]
+    assert rows[0] == rows[1]
+
+
+def test_a_stream_without_keys_or_order(spark, tmp_path):
+    schema = pa.schema([("loss", pa.float64())])
+    put(tmp_path, "0", [{"loss": 1.0}], schema)
+    put(tmp_path, "1", [{"loss": 3.0}], schema)
+    df = tail_mean(stream(spark, tmp_path, "loss double"), "loss", 2)
+    assert df.columns == ["loss", "loss_tail"]
+    runs.ran(df, tmp_path)
+    assert out(spark, tmp_path, "loss", "loss_tail") == [(1.0, 1.0), (3.0, 2.0)]
+    assert saved_states(spark, str(tmp_path / "checkpoint")).columns == ["column", "state"]
+
+
+@pytest.mark.parametrize(("ttl", "second"), [(3600, 3.0), (1, 5.0)], ids=["kept", "forgotten"])
+def test_a_key_without_rows_is_forgotten(ttl, second, spark, tmp_path):
+    put(tmp_path, "0", given(("a", 1, 1.0)), SMALL)
+    df = tail_mean(stream(spark, tmp_path), "loss", 1.0, by="run", ttl=dt.timedelta(seconds=ttl))
+    query = runs.started(df, tmp_path, processingTime="0 seconds")
+
+    def wait(batches):  # it makes batches without rows, too, and never says that it has done all
+        deadline = time.monotonic() + 100
+        while sum(batch["numInputRows"] > 0 for batch in query.recentProgress) < batches:
+            assert query.isActive
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+    try:
+        wait(1)
+        time.sleep(min(ttl, 1.5))
+        put(tmp_path, "1", given(("a", 2, 5.0)), SMALL)
+        wait(2)
+    finally:
+        query.stop()
+    assert out(spark, tmp_path, "step", "loss_tail") == [(1, 1.0), (2, second)]
+
+
+def test_mistakes_are_told_before_anything_runs(spark, tmp_path):
+    (tmp_path / "in").mkdir()
+    lines = stream(spark, tmp_path)
+    for mistake, error, message in (
+        (
+            {"columns": "acc"},
+            ValueError,
+            "columns: expected one of ['run', 'step', 'loss'], got 'acc'",
+        ),
+        ({"columns": "run"}, TypeError, "columns: expected numbers, got 'run' of string; cast it"),
+        ({"columns": []}, ValueError, "columns: expected at least one"),
+        ({"by": "runs"}, ValueError, "by: expected one of"),
+        ({"by": "step"}, ValueError, "order_by: expected a column that is not in by, got 'step'"),
+        (
+            {"by": (), "order_by": "run"},
+            TypeError,
+            "order_by: expected numbers, dates or timestamps, got 'run' of string",
+        ),
+        (
+            {"window": AnyTail()},
+            ValueError,
+            "window: expected windows to read, such as [0.1, 0.25, 0.5]",
+        ),
+        ({"window": 1.5}, ValueError, "window: expected an int >= 1"),
+        ({"output": "all"}, ValueError, "output: expected one of ('rows', 'latest'), got 'all'"),
+        ({"late": "keep"}, ValueError, "late: expected one of"),
+        ({"nan_policy": "skip"}, ValueError, "nan_policy: expected one of"),
+        ({"ttl": 5}, ValueError, "ttl: expected a positive timedelta, got 5"),
+        ({"buckets": 0}, ValueError, "buckets: expected an int from 1 to 4096, got 0"),
+        ({"initial_state": spark.range(1)}, ValueError, "initial_state: expected a column 'run'"),
+    ):
+        asked = {"columns": "loss", "window": 0.25, "by": "run", "order_by": "step"} | mistake
+        with pytest.raises(error, match=re.escape(message)):
+            tail_mean(lines, **asked)
+    taken = lines.withColumnRenamed("step", "loss_tail")
+    with pytest.raises(ValueError, match="expected no column 'loss_tail'"):
+        tail_mean(taken, "loss", 0.25, by="run")
+    provider = "spark.sql.streaming.stateStore.providerClass"
+    spark.conf.unset(provider)
+    try:
+        with pytest.raises(
+            ValueError,
+            match=r"expected a session with the RocksDB state store, .* call spark.conf.set",
+        ):
+            tail_mean(lines, "loss", 0.25, by="run")
+    finally:
+        spark.conf.set(provider, runs.ROCKSDB)
