@@ -10,7 +10,7 @@ demo: $(STAMPS)/cli,plot  ## the paper's experiments: figures, claims and a repo
 	$(BIN)/tailavg reproduce --output build/reproduction
 
 test: $(STAMPS)/test
-	$(BIN)/python -m pytest --numprocesses auto
+	$(BIN)/python -m pytest --numprocesses auto --dist loadgroup
 
 lint: $(STAMPS)/lint
 	$(BIN)/ruff format --check .
@@ -29,6 +29,7 @@ bench: $(STAMPS)/bench
 	$(BIN)/python benchmarks/core.py
 	$(BIN)/python benchmarks/frames.py
 	$(BIN)/python benchmarks/stream.py
+	$(BIN)/python benchmarks/spark.py
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/parameters.py
 	$(BIN)/python benchmarks/memory.py

@@ -245,7 +245,65 @@ def decays() -> None:
     save(figure, "decays.svg")
 
 
+def spark() -> None:
+    """The way of rows through Spark: in bundles, by bucket, past the state of each key."""
+    figure, axes = plt.subplots(figsize=(9, 4.2), layout="constrained")
+    axes.set(xlim=(0, 90), ylim=(0, 42))
+    axes.axis("off")
+    runs = ("#0083cc", "#f2b705", "#d55e00", "#8b2f8f")
+    write = {"ha": "center", "va": "center", "fontsize": 9}
+
+    def box(x: float, y: float, width: float, height: float, text: str, colour: str) -> None:
+        shape = Rectangle((x, y), width, height, facecolor=colour, edgecolor="0.55", lw=0.8)
+        axes.add_patch(shape)
+        axes.text(x + width / 2, y + height / 2, text, **write)
+
+    def arrow(x: float, y: float, to_x: float, to_y: float) -> None:
+        style = {"arrowstyle": "-|>", "color": "0.35", "lw": 1.1}
+        axes.annotate("", (to_x, to_y), (x, y), arrowprops=style)
+
+    def rows(x: float, y: float, keys: tuple[int, ...], average: bool = False) -> None:
+        for i, key in enumerate(keys):
+            axes.add_patch(Rectangle((x, y - 1.6 * i), 5, 1.2, color=runs[key]))
+            if average:
+                axes.add_patch(Rectangle((x + 5.2, y - 1.6 * i), 1.6, 1.2, color="0.3"))
+
+    mixed = ((0, 2, 1, 3, 0), (3, 1, 2, 0, 2))
+    for y, keys in zip((27, 12), mixed, strict=True):
+        rows(2, y + 2, keys)
+        arrow(8, y, 12, y)
+        box(12, y - 3, 9, 6, "pack", "#e8e8e8")
+        buckets = tuple(tuple(key for key in keys if key // 2 == half) for half in (0, 1))
+        for bucket, low, end in zip(buckets, (2.6, -3.6), (30, 12), strict=True):
+            axes.add_patch(
+                Rectangle((24, y + low - 2.6), 6, 5.4, facecolor="white", edgecolor="0.55", lw=0.8)
+            )
+            rows(24.5, y + low + 1.2, bucket)
+            arrow(30.5, y + low, 42, end)
+    for y, keys in zip((30, 12), ((0, 1), (2, 3)), strict=True):
+        box(42, y - 4, 13, 8, "sort by key\nand order,\naverage", "#e8e8e8")
+        arrow(48.5, y - 4, 48.5, y - 6.4)
+        arrow(50, y - 6.4, 50, y - 4)
+        for i, key in enumerate(keys):
+            axes.add_patch(Rectangle((42.5 + 6.2 * i, y - 9), 5.6, 2.4, color=runs[key]))
+            axes.text(45.3 + 6.2 * i, y - 7.8, "82 bytes", ha="center", va="center", fontsize=7)
+        arrow(55.5, y, 60, y)
+        box(60, y - 3, 9, 6, "unpack", "#e8e8e8")
+        arrow(69.5, y, 73, y)
+        rows(74, y + 2, tuple(sorted((keys * 3)[:5])), average=True)
+    for x, text in (
+        (4.5, "rows, as\nthey come"),
+        (27, "bundles of\nArrow bytes"),
+        (48.5, "one task for a bucket of keys;\ntheir states in RocksDB"),
+        (77.5, "rows with\ntheir averages"),
+    ):
+        axes.text(x, 39, text, **write)
+    axes.text(36, 34, "shuffle", **write)
+    save(figure, "spark.svg")
+
+
 if __name__ == "__main__":
+    spark()
     touched()
     decays()
     weights()

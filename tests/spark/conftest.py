@@ -2,7 +2,7 @@ import pytest
 
 from spark_runs import INSTALL, java, session
 
-SLOW = ("test_stream.py", "test_table.py", "test_kills.py", "test_connect.py")
+SLOW = ("test_stream.py", "test_table.py", "test_kills.py", "test_connect.py", "test_example.py")
 
 
 def pytest_collection_modifyitems(items):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tailavg import AnyTail, AnytimeWindow, Exponential, Growing, RawTail, TailAverage
 from tailavg.numpy import compiling, loops
 from tailavg.spark import job as jobs
-from tailavg.spark.job import COLUMN, KEPT, LATE, STATE, Job
+from tailavg.spark.job import COLUMN, KEPT, LATE, STATE, TIE, Job
 
 SHARED = AnyTail(12, 0.1)
 RULES = {
@@ -50,11 +50,18 @@ def job(reads=RULES["fraction"], columns=("x",), order_by="t", **options):
     )
 
 
+def tied(rows):
+    """With the column by which ties are broken: here by value, missing ones last."""
+    ties = [100 if x is None or x != x else int(8 * x) for x in rows["x"].to_pylist()]
+    return rows.append_column(TIE, pa.array(ties, pa.int64()))
+
+
 def run(one, batches):
     """The results of batches of rows, one after another."""
     held = {}
     results = []
     for batch in batches:
+        batch = batch if one.order_by is None else tied(batch)
         result, states = one.average(batch, lambda keys: [held.get(key) for key in keys])
         held.update(states)
         results.append(result)
@@ -136,7 +143,7 @@ def test_batches_of_rows_are_averaged_as_one_by_one(method, late, nan_policy, ba
 
 def test_rows_of_a_batch_may_come_in_any_order():
     rng = np.random.default_rng(0)
-    batch = [(f"k{i % 7}", i // 7 // 2, float(x)) for i, x in enumerate(rng.normal(size=300))]
+    batch = [(f"k{i % 7}", i // 7 // 2, x / 8) for i, x in enumerate(rng.permutation(300))]
     (first,), states = run(job(), [table(batch)])
     for _ in range(3):
         (again,), its = run(job(), [table([batch[i] for i in rng.permutation(300)])])
@@ -180,10 +187,9 @@ def test_a_key_of_which_all_rows_are_dropped_is_told_but_not_kept():
 def test_several_columns_count_their_own_samples():
     rows = pa.table({"key": ["a"] * 4, "x": [1.0, None, 3.0, 5.0], "y": [True, None, None, False]})
     one = job([(AnytimeWindow(2), None)], columns=("x", "y"), order_by=None, order_type=None)
-    # without an order, rows stay as they come but for ties, which are all of them: by values
-    ((result,), _) = run(one, [rows])
-    assert result["x0"].to_pylist()[-1] == 4.0
-    assert result["y0"].to_pylist()[-1] == 0.5
+    ((result,), _) = run(one, [rows])  # without an order, rows stay as they come
+    assert result["x0"].to_pylist() == [1.0, 1.0, 2.0, 4.0]
+    assert result["y0"].to_pylist() == [1.0, 1.0, 1.0, 0.5]
 
 
 def test_a_late_row_raises():
@@ -315,7 +321,7 @@ def test_a_state_of_another_average_is_refused():
 @pytest.mark.parametrize("state", [b"", b"\2" + b"\0" * 81, b"\1" + b"\0" * 80])
 def test_bytes_that_are_no_state_are_refused(state):
     with pytest.raises(ValueError, match="state: expected 82 bytes, the first of them 1, got"):
-        job().average(table([("a", 1, 1.0)]), lambda _: [state])
+        job().average(tied(table([("a", 1, 1.0)])), lambda _: [state])
 
 
 def test_a_checkpoint_says_what_it_is_of():
@@ -344,7 +350,7 @@ def test_rows_are_packed_by_bucket_and_unpacked():
 
 def batches_of(rows, size):
     return [
-        pa.RecordBatch.from_pylist(rows[i : i + size], sort_schema)
+        tied(pa.RecordBatch.from_pylist(rows[i : i + size], sort_schema))
         for i in range(0, len(rows), size)
     ]
 
@@ -381,7 +387,8 @@ def test_states_come_before_the_rows_of_their_key(size):
             ]
     schema = pa.schema([*sort_schema, (COLUMN, pa.string()), (STATE, pa.string())])
     parts = [
-        pa.RecordBatch.from_pylist(rows[i : i + size], schema) for i in range(0, len(rows), size)
+        tied(pa.RecordBatch.from_pylist(rows[i : i + size], schema))
+        for i in range(0, len(rows), size)
     ]
     got = pa.Table.from_batches(job(late="drop").walk(parts)).to_pylist()
     want = []

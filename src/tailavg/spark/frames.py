@@ -38,6 +38,7 @@ from tailavg.spark.job import (
     LATE,
     ROWS,
     STATE,
+    TIE,
     Job,
     Late,
     Output,
@@ -94,8 +95,8 @@ def tail_mean(
         by: The columns of the key. Without any, there is one average of all.
         order_by: The column that puts the rows of a key in order: numbers, dates or timestamps.
             Spark keeps no order of its own, so a table needs it. A stream without it takes the rows
-            of a micro-batch as they arrive. Rows of the same key and order are taken in the order
-            of their values.
+            of a micro-batch as they arrive. Rows of the same key and order are taken in that of a
+            hash of their values: as good as random, and always the same.
         output: `"rows"` adds columns to the rows. `"latest"` has one row for each key (in a stream,
             for each key and micro-batch): the key, `order_by` and the averages.
         late: What is done with a row whose `order_by` is less than that of one averaged in an
@@ -131,6 +132,8 @@ def tail_mean(
         df, by = df.withColumn(KEY, sql.lit("")), (KEY,)
     if output == "latest":
         df = df.select(*dict.fromkeys([*by, *_listed(order_by), *columns]))
+    if order_by is not None:
+        df = df.withColumn(TIE, sql.xxhash64(*columns))
     rules = list(dict.fromkeys(rule for rule, _ in reads))
     job = Job(
         columns=columns,
@@ -317,14 +320,14 @@ def _of_table(job: Job, df: DataFrame, states: DataFrame | None) -> DataFrame:
     first = sql.col(str(job.order_by))
     if job.order_type in ("float", "double"):  # in order, a NaN is as a null
         first = sql.nanvl(first, sql.lit(None))
-    order += [first, *job.columns]
+    order += [first, TIE]
     rows = df.repartition(*job.by).sortWithinPartitions(*order)
     return rows.mapInArrow(job.walk, schema)
 
 
 def _schema(job: Job, df: DataFrame) -> Any:
     """The columns of the result, and two of ours."""
-    kept = df.schema.fields
+    kept = [field for field in df.schema.fields if field.name != TIE]
     if job.output == "latest":
         kept = [df.schema[name] for name in (*job.by, *_listed(job.order_by))]
     averages = [kinds.StructField(name, kinds.DoubleType()) for name in job.names]

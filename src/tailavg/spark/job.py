@@ -34,6 +34,7 @@ __all__ = [
     "LATE",
     "ROWS",
     "STATE",
+    "TIE",
     "Job",
     "Late",
     "Output",
@@ -56,7 +57,7 @@ ROWS = 50_000
 # Columns of ours beside those of the user.
 BUCKET, KEY = "__tailavg_bucket", "__tailavg_key"
 LATE, KEPT = "__tailavg_late", "__tailavg_kept"
-COLUMN, STATE = "__tailavg_column", "__tailavg_state"
+COLUMN, STATE, TIE = "__tailavg_column", "__tailavg_state", "__tailavg_tie"
 
 ORDERS = {
     "tinyint": pa.int8(),
@@ -236,12 +237,14 @@ class Job:
         xs = [_floats(rows[column]) for column in self.columns]
         late, ranks = np.zeros(len(codes), bool), tuple[Array, ...]()
         if self.order_by is not None:
-            ranks = known, numbers = _ranks(rows[self.order_by])
+            known, numbers = _ranks(rows[self.order_by])
+            ranks = known, numbers, rows[TIE].to_numpy()
+            rows = rows.drop_columns([TIE])
             last = records[codes]
             late = last["ordered"] & (~known | (numbers < last["order"]))
             if self.late == "error" and late.any():
                 raise self._late_row(rows, codes, late, records)
-        order = np.lexsort((*xs[::-1], *ranks[::-1], codes))
+        order = np.lexsort((*ranks[::-1], codes))
         rows, codes, late = rows.take(pa.array(order)), codes[order], late[order]
         kept = ~late if self.late == "drop" else np.ones(len(codes), bool)
         ends = np.cumsum(np.bincount(codes, minlength=len(keys))) - 1

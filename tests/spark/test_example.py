@@ -1,0 +1,19 @@
+"""The example runs, on the Spark of the tests."""
+
+import runpy
+
+from paths import EXAMPLES
+
+
+def test_spark_stream(spark, tmp_path, capsys):
+    example = runpy.run_path(str(EXAMPLES / "spark_stream.py"))
+    example["from_files"](spark, tmp_path)
+    said = capsys.readouterr().out
+    assert "3000 rows; the last of each run:" in said
+    for line in said.splitlines()[-3:]:
+        run, alone, held, *_, steps, _ = line.split()
+        assert alone == held
+        assert (run in example["RUNS"], steps) == (True, "1000")
+    example["from_rate"](spark, seconds=6)
+    table = capsys.readouterr().out.split("+------+")[-2]
+    assert {line.split("|")[1].strip() for line in table.splitlines() if "|" in line} == set("0123")
