@@ -179,27 +179,31 @@ def compared(spark: SparkSession, folder: Path, rounds: int) -> list[list[str]]:
     return found
 
 
-def growth(spark: SparkSession, folder: Path, cores: int) -> list[list[str]]:
-    """How the time of `tail_mean` grows with keys and rows, and the size of a state."""
-    found, first = [], 0.0
-    for keys, each, files in (
-        (1000, 1000, 1),
-        (1000, 4000, 1),
-        (1000, 1000, 4),
-        (20_000, 50, 1),
-        (200_000, 5, 1),
-    ):
+GROWTH = ((1000, 1000, 1), (1000, 4000, 1), (1000, 1000, 4), (20_000, 50, 1), (200_000, 5, 1))
+
+
+def growth(spark: SparkSession, folder: Path, cores: int) -> tuple[list[list[str]], list[float]]:
+    """How the time of `tail_mean` grows with keys and rows; the same in seconds."""
+    found, took = [], []
+    for keys, each, files in GROWTH if cores > 1 else GROWTH[:1]:
         write(folder, keys, each, files)
-        took = min(timed(spark, folder, tail)[0] for _ in range(2))
-        first = first or took
+        took.append(min(timed(spark, folder, tail)[0] for _ in range(2)))
         batches = "" if files == 1 else f" in {files} micro-batches"
         group = f"tail_mean, {cores} core{'s' * (cores > 1)}"
         name = f"{keys:,} keys × {each:,} rows{batches}"
-        found.append([group, name, rate(keys * each, took), f"{took / first:.3g}"])
+        found.append([group, name, rate(keys * each, took[-1]), f"{took[-1] / took[0]:.3g}"])
         print(*found[-1], sep="  ", flush=True)
-        if cores == 1:  # twice is enough
-            break
-    return found
+    return found, took
+
+
+def costs(took: list[float]) -> str:
+    """What a row and a key cost, from how the time grows with them."""
+    row = 2 * (took[1] - took[0]) / (1000 * 3000)
+    key = 2 * (took[4] - took[0]) / (200_000 - 1000)
+    return (
+        f"So a row takes {1e6 * row:.1f} µs of a core, and a key {1e6 * key:.0f} µs in each "
+        "micro-batch in which it has rows."
+    )
 
 
 def sizes(spark: SparkSession, folder: Path) -> list[list[str]]:
@@ -237,14 +241,11 @@ def main() -> None:
         folder = Path(scratch) / "in"
         if options.cores == 1:
             timed(spark, write(folder, 100, 100, 1), tail)
-            writer = csv.writer(sys.stdout)
-            writer.writerows(growth(spark, folder, 1))
+            csv.writer(sys.stdout).writerows(growth(spark, folder, 1)[0])
             return
-        rows = [
-            *compared(spark, folder, options.rounds),
-            *growth(spark, folder, 2),
-            *sizes(spark, folder),
-        ]
+        rows = compared(spark, folder, options.rounds)
+        grown, took = growth(spark, folder, 2)
+        rows += [*grown, *sizes(spark, folder)]
     spark.stop()
     alone = [sys.executable, __file__, "--cores", "1"]
     text = subprocess.run(alone, capture_output=True, text=True, check=True).stdout
@@ -271,7 +272,8 @@ def main() -> None:
         "| --- | ---: | ---: |",
     ]
     table += [f"| {name} | {written} | {on_disk} |" for _, name, written, on_disk in rows[-3:]]
-    (RESULTS / "spark.md").write_text(f"{versions}; local[2].\n\n" + "\n".join(table) + "\n")
+    text = f"{versions}; local[2].\n\n" + "\n".join(table) + f"\n\n{costs(took)}\n"
+    (RESULTS / "spark.md").write_text(text)
     print(f"\nkept in {RESULTS / 'spark.csv'}", file=sys.stderr)
 
 

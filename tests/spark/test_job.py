@@ -318,6 +318,18 @@ def test_a_state_of_another_average_is_refused():
         job().read(rows, lambda _: [None])
 
 
+@pytest.mark.parametrize("sample", [np.ones(2), np.ones(1), np.float32(1)], ids=repr)
+def test_a_state_of_something_else_than_numbers_is_refused(sample):
+    other = TailAverage(0.25, dtype=sample.dtype)
+    other.update(sample)
+    state = other.state_dict()
+    blocks, partial = np.asarray(state["blocks"]).tolist(), np.asarray(state["partial"]).tolist()
+    text = json.dumps(state | {"blocks": blocks, "partial": partial})
+    rows = pa.table({"key": ["a"], "t": [1], COLUMN: ["x"], STATE: [text]})
+    with pytest.raises(ValueError, match="initial_state: expected averages of numbers in float64"):
+        job().read(rows, lambda _: [None])
+
+
 @pytest.mark.parametrize("state", [b"", b"\2" + b"\0" * 81, b"\1" + b"\0" * 80])
 def test_bytes_that_are_no_state_are_refused(state):
     with pytest.raises(ValueError, match="state: expected 82 bytes, the first of them 1, got"):

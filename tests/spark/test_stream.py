@@ -287,6 +287,9 @@ def test_mistakes_are_told_before_anything_runs(spark, tmp_path):
         asked = {"columns": "loss", "window": 0.25, "by": "run", "order_by": "step"} | mistake
         with pytest.raises(error, match=re.escape(message)):
             tail_mean(lines, **asked)
+    dotted = lines.withColumnRenamed("step", "a.b")
+    with pytest.raises(ValueError, match=r"expected columns without dots .* got 'a.b'; rename it"):
+        tail_mean(dotted, "loss", 0.25, by="run")
     taken = lines.withColumnRenamed("step", "loss_tail")
     with pytest.raises(ValueError, match="expected no column 'loss_tail'"):
         tail_mean(taken, "loss", 0.25, by="run")

@@ -184,7 +184,7 @@ def saved_states(spark: SparkSession, checkpoint: str, operator: int = 0) -> Dat
     saved = reader.option("stateVarName", "averages").load(checkpoint)
     key: Any = saved.schema["user_map_key"].dataType
     found = [field for field in key if field.name != KEY]
-    chosen = [f"user_map_key.`{field.name}`" for field in found] + ["user_map_value.state"]
+    chosen = [f"user_map_key.{field.name}" for field in found] + ["user_map_value.state"]
     if job.order_by is not None:
         found.append(kinds.StructField(job.order_by, _ORDERED[str(job.order_type)]))
     found += [kinds.StructField(name, kinds.StringType()) for name in ("column", "state")]
@@ -241,6 +241,12 @@ def _check_columns(
             raise ValueError(f"{what}: expected one of {schema.names}, got {name!r}")
         return schema[name].dataType
 
+    for name in schema.names:
+        if "." in name or "`" in name:
+            raise ValueError(
+                f"df: expected columns without dots or backticks in their names, which Spark takes "
+                f"for parts of columns on the way to Python, got {name!r}; rename it"
+            )
     for name in columns:
         if not isinstance(kind(name, "columns"), kinds.NumericType | kinds.BooleanType):
             got = kind(name, "columns").simpleString()
@@ -320,8 +326,7 @@ def _of_table(job: Job, df: DataFrame, states: DataFrame | None) -> DataFrame:
     first = sql.col(str(job.order_by))
     if job.order_type in ("float", "double"):  # in order, a NaN is as a null
         first = sql.nanvl(first, sql.lit(None))
-    order += [first, TIE]
-    rows = df.repartition(*job.by).sortWithinPartitions(*order)
+    rows = df.repartition(*job.by).sortWithinPartitions(*order, first, TIE)
     return rows.mapInArrow(job.walk, schema)
 
 

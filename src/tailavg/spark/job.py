@@ -214,7 +214,12 @@ class Job:
         packed = self._packed(records)
         found = zip(rows[COLUMN].to_pylist(), rows[STATE].to_pylist(), strict=True)
         for code, (column, text) in zip(codes.tolist(), found, strict=True):
-            average = TailAverage.from_state_dict(json.loads(text))
+            state = json.loads(text)
+            average = TailAverage.from_state_dict(state)
+            if not state["scalar"] or average.dtype != np.float64:
+                raise ValueError(
+                    f"initial_state: expected averages of numbers in float64, got {average}"
+                )
             if column not in self.columns or average.rule not in self.rules:
                 raise ValueError(
                     f"initial_state: expected averages of {_said(self.columns)} by "
@@ -261,9 +266,8 @@ class Job:
             records["ordered"] |= known
         late = late.astype(np.int32)
         if self.output == "latest":
-            rows = rows.select([*self.by, *([self.order_by] if self.order_by else [])]).take(
-                pa.array(ends)
-            )
+            named = self.by if self.order_by is None else (*self.by, self.order_by)
+            rows = rows.select(named).take(pa.array(ends))
             averages = [average.take(pa.array(ends)) for average in averages]
             late, kept = np.bincount(codes, late).astype(np.int32), kept[ends]
         for name, column in zip(
