@@ -1,12 +1,13 @@
 """Averages of streams in Spark against Spark's own: `make bench`.
 
-    python benchmarks/spark.py [--rounds 3]
+    python benchmarks/spark.py [--rounds 3] [--report]
 
 Streaming queries over the same files on local[2], from their start to their end; candidates take
 turns after a round that does not count, and the median counts. Spark's own average gives one row
 for each key, as output="latest" does; those by hand keep a running mean, the least that a Python
 function with a state can do. Then how the time grows with keys, rows and cores, and the size of
-states. The rows go to results/spark.csv, and as a table to results/spark.md.
+states, and what follows from it on paper for many more. The rows go to results/spark.csv, and as
+tables to results/spark.md, which --report makes anew without measuring.
 """
 
 import argparse
@@ -182,8 +183,8 @@ def compared(spark: SparkSession, folder: Path, rounds: int) -> list[list[str]]:
 GROWTH = ((1000, 1000, 1), (1000, 4000, 1), (1000, 1000, 4), (20_000, 50, 1), (200_000, 5, 1))
 
 
-def growth(spark: SparkSession, folder: Path, cores: int) -> tuple[list[list[str]], list[float]]:
-    """How the time of `tail_mean` grows with keys and rows; the same in seconds."""
+def growth(spark: SparkSession, folder: Path, cores: int) -> list[list[str]]:
+    """How the time of `tail_mean` grows with keys and rows."""
     found, took = [], []
     for keys, each, files in GROWTH if cores > 1 else GROWTH[:1]:
         write(folder, keys, each, files)
@@ -193,17 +194,7 @@ def growth(spark: SparkSession, folder: Path, cores: int) -> tuple[list[list[str
         name = f"{keys:,} keys × {each:,} rows{batches}"
         found.append([group, name, rate(keys * each, took[-1]), f"{took[-1] / took[0]:.3g}"])
         print(*found[-1], sep="  ", flush=True)
-    return found, took
-
-
-def costs(took: list[float]) -> str:
-    """What a row and a key cost, from how the time grows with them."""
-    row = 2 * (took[1] - took[0]) / (1000 * 3000)
-    key = 2 * (took[4] - took[0]) / (200_000 - 1000)
-    return (
-        f"So a row takes {1e6 * row:.1f} µs of a core, and a key {1e6 * key:.0f} µs in each "
-        "micro-batch in which it has rows."
-    )
+    return found
 
 
 def sizes(spark: SparkSession, folder: Path) -> list[list[str]]:
@@ -230,51 +221,89 @@ def sizes(spark: SparkSession, folder: Path) -> list[list[str]]:
     return found
 
 
+def report(rows: list[list[str]]) -> str:
+    """All of it as tables, and what follows for 10⁸ keys and 10⁶ rows a second."""
+    speeds = [row for row in rows if "bytes" not in row[0]]
+    states = [row for row in rows if "bytes" in row[0]]
+    versions = (
+        f"Python {platform.python_version()}, pyspark {pyspark.__version__}, "
+        f"Arrow {pa.__version__}, pandas {pd.__version__}, numba {numba.__version__}; local[2]."
+    )
+    lines = [versions, "", "| | rows a second | time, ratio |", "| --- | ---: | ---: |"]
+    seen = ""
+    for group, name, number, ratio in speeds:
+        if group != seen:
+            lines.append(f"| **{group}** | | |")
+            seen = group
+        lines.append(f"| {name} | {number} | {ratio} |")
+    lines += ["", f"| {states[0][0]} | as written | on disk |", "| --- | ---: | ---: |"]
+    lines += [f"| {name} | {written} | {on_disk} |" for _, name, written, on_disk in states]
+    grown = [row for row in speeds if row[0] == "tail_mean, 2 cores"]
+    took = [
+        keys * each / float(row[2].replace(",", ""))
+        for row, (keys, each, _) in zip(grown, GROWTH, strict=True)
+    ]
+    row = 2 * (took[1] - took[0]) / (1000 * 3000)
+    key = 2 * (took[4] - took[0]) / (200_000 - 1000)
+    size = float(states[0][2])
+    lines += [
+        "",
+        f"So a row takes {1e6 * row:.1f} µs of a core, and a key {1e6 * key:.0f} µs in each "
+        "micro-batch in which it has rows. On paper, for 10⁸ keys and 10⁶ rows a second, each of a "
+        f"random key, with a state of {1e8 * size / 1e9:.0f} GB as written:",
+        "",
+        "| a micro-batch every | keys in it | cores | written, MB/s | rows of one of 256 tasks |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for text, seconds in (("second", 1), ("minute", 60), ("10 minutes", 600)):
+        keys = 1e8 * -np.expm1(-1e6 * seconds / 1e8)
+        cores = 1e6 * row + keys * key / seconds
+        written, rows_of_task = keys * size / seconds / 1e6, 1e6 * seconds / 256
+        found = (
+            f"{keys / 1e6:,.0f} million",
+            f"{cores:.0f}",
+            f"{written:.0f}",
+            f"{rows_of_task:,.0f}",
+        )
+        lines.append(f"| {text} | {' | '.join(found)} |")
+    return "\n".join(lines) + "\n"
+
+
+def measured(rounds: int) -> list[list[str]]:
+    """All rows, in this process and in one with a single core."""
+    spark = session(2)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "in"
+        rows = compared(spark, folder, rounds) + growth(spark, folder, 2)
+        states = sizes(spark, folder)
+    spark.stop()
+    alone = [sys.executable, __file__, "--alone"]
+    text = subprocess.run(alone, capture_output=True, text=True, check=True).stdout
+    return [*rows, *(row for row in csv.reader(text.splitlines()) if len(row) == 4), *states]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3, help="that count (%(default)s)")
-    parser.add_argument("--cores", type=int, default=2, help=argparse.SUPPRESS)
+    parser.add_argument("--report", action="store_true", help="make the tables from the CSV anew")
+    parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    spark = session(options.cores)
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch) / "in"
-        if options.cores == 1:
+    if options.alone:
+        with tempfile.TemporaryDirectory() as scratch:
+            spark, folder = session(1), Path(scratch) / "in"
             timed(spark, write(folder, 100, 100, 1), tail)
-            csv.writer(sys.stdout).writerows(growth(spark, folder, 1)[0])
-            return
-        rows = compared(spark, folder, options.rounds)
-        grown, took = growth(spark, folder, 2)
-        rows += [*grown, *sizes(spark, folder)]
-    spark.stop()
-    alone = [sys.executable, __file__, "--cores", "1"]
-    text = subprocess.run(alone, capture_output=True, text=True, check=True).stdout
-    more = [row for row in csv.reader(text.splitlines()) if len(row) == 4]
-    rows[-3:-3] = more
-    with (RESULTS / "spark.csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["group", "candidate", "rows a second", "time, ratio to the first"])
-        writer.writerows(rows)
-    versions = (
-        f"Python {platform.python_version()}, pyspark {pyspark.__version__}, "
-        f"Arrow {pa.__version__}, pandas {pd.__version__}, numba {numba.__version__}"
-    )
-    table = ["| | rows a second | time, ratio |", "| --- | ---: | ---: |"]
-    seen = ""
-    for group, name, number, ratio in rows[:-3]:
-        if group != seen:
-            table.append(f"| **{group}** | | |")
-            seen = group
-        table.append(f"| {name} | {number} | {ratio} |")
-    table += [
-        "",
-        "| bytes of a state, 20,000 keys × 50 rows | as written | on disk |",
-        "| --- | ---: | ---: |",
-    ]
-    table += [f"| {name} | {written} | {on_disk} |" for _, name, written, on_disk in rows[-3:]]
-    text = f"{versions}; local[2].\n\n" + "\n".join(table) + f"\n\n{costs(took)}\n"
+            csv.writer(sys.stdout).writerows(growth(spark, folder, 1))
+        return
+    if not options.report:
+        with (RESULTS / "spark.csv").open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["group", "candidate", "rows a second", "time, ratio to the first"])
+            writer.writerows(measured(options.rounds))
+    with (RESULTS / "spark.csv").open(newline="") as file:
+        text = report(list(csv.reader(file))[1:])
     (RESULTS / "spark.md").write_text(text)
-    print(f"\nkept in {RESULTS / 'spark.csv'}", file=sys.stderr)
+    print(text)
 
 
 if __name__ == "__main__":
