@@ -10,6 +10,7 @@ import pytest
 import spark_runs as runs
 from tailavg import Exponential, TailAverage
 from tailavg.spark import tail_mean
+from tailavg.spark.job import _spread
 
 
 def frame(spark, keys, each, seed=0):
@@ -65,6 +66,15 @@ def test_a_table_takes_states_made_in_python(spark):
     got = tail_mean(df, "x", 4, by="k", order_by="t", initial_state=states)
     assert got.columns == ["k", "t", "x", "x_tail"]
     assert told(got, "k", "x_tail") == [("a", 2.5), ("b", 9.0)]
+
+
+@pytest.mark.parametrize("buckets", [1, 3, 64])
+def test_spark_spreads_buckets_evenly(buckets, spark):
+    ids = _spread(buckets).tolist()
+    found = spark.createDataFrame([(number,) for number in ids], "bucket int")
+    for partitions in (n for n in range(1, buckets + 1) if buckets % n == 0):
+        places = found.selectExpr(f"pmod(hash(bucket), {partitions})").collect()
+        assert [place for (place,) in places] == [bucket % partitions for bucket in range(buckets)]
 
 
 def test_what_only_a_stream_has(spark):
