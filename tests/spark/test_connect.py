@@ -8,6 +8,8 @@ import pytest
 
 import spark_runs as runs
 
+pytestmark = runs.MARKS
+
 
 @pytest.mark.usefixtures("spark_is_there")
 def test_streams_and_tables_over_spark_connect(tmp_path):

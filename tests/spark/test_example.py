@@ -2,7 +2,10 @@
 
 import runpy
 
+import spark_runs as runs
 from paths import EXAMPLES
+
+pytestmark = runs.MARKS
 
 
 def test_spark_stream(spark, tmp_path, capsys):

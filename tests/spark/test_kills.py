@@ -14,6 +14,8 @@ import pytest
 
 import spark_runs as runs
 
+pytestmark = runs.MARKS
+
 SCRIPT = Path(runs.__file__).parent / "spark_kills.py"
 QUERIES, KILLS, FILES, KEYS = 5, 2, 40, 10
 

@@ -14,6 +14,8 @@ import spark_runs as runs
 from tailavg import AnyTail, Exponential, TailAverage
 from tailavg.spark import saved_states, tail_mean
 
+pytestmark = runs.MARKS
+
 
 def stream(spark, folder, schema=runs.SCHEMA, files=1):
     reader = spark.readStream.schema(schema).option("maxFilesPerTrigger", files)

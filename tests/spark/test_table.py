@@ -12,6 +12,8 @@ from tailavg import Exponential, TailAverage
 from tailavg.spark import tail_mean
 from tailavg.spark.job import _spread
 
+pytestmark = runs.MARKS
+
 
 def frame(spark, keys, each, seed=0):
     found = runs.rows(keys, each, seed)

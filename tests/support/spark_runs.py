@@ -11,8 +11,17 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
 from tailavg import TailAverage
+
+MARKS = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("spark"),  # in one process, with one Spark
+    pytest.mark.filterwarnings("ignore:PySpark does not yet fully support"),
+    pytest.mark.filterwarnings(r"ignore:os.fork\(\) was called:RuntimeWarning"),  # of JAX
+]
+"""Of tests that need a real Spark: `pytestmark = runs.MARKS`."""
 
 ROCKSDB = "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider"
 INSTALL = "apt-get install openjdk-17-jre-headless"
