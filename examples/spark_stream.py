@@ -80,13 +80,14 @@ def from_files(spark: SparkSession, folder: Path) -> None:
         print(f"{row['run']:8} {alone.value():.6f} {held.value():.6f} after {held.count} steps")
 
 
-def from_rate(spark: SparkSession, seconds: float) -> None:
-    """Readings of four sensors, as they come."""
+def from_rate(spark: SparkSession, enough: int) -> None:
+    """Readings of four sensors, as they come, until there were so many."""
     readings = spark.readStream.format("rate").option("rowsPerSecond", 20).load()
     readings = readings.selectExpr("value % 4 AS sensor", "timestamp AS at", "sin(value / 50) AS x")
     latest = tail_mean(readings, "x", 50, by="sensor", order_by="at", output="latest")
     query = latest.writeStream.format("memory").queryName("sensors").start()
-    time.sleep(seconds)
+    while query.isActive and sum(batch["numInputRows"] for batch in query.recentProgress) < enough:
+        time.sleep(0.2)
     query.stop()
     print("The average of the last 50 readings of each sensor, at the end:")
     spark.sql(
@@ -100,7 +101,7 @@ def main(folder: Path) -> None:
     spark = builder.config("spark.sql.shuffle.partitions", "2").getOrCreate()
     spark.conf.set("spark.sql.streaming.stateStore.providerClass", ROCKSDB)
     from_files(spark, folder)
-    from_rate(spark, seconds=10)
+    from_rate(spark, enough=200)
 
 
 if __name__ == "__main__":

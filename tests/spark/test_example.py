@@ -17,6 +17,6 @@ def test_spark_stream(spark, tmp_path, capsys):
         run, alone, held, *_, steps, _ = line.split()
         assert alone == held
         assert (run in example["RUNS"], steps) == (True, "1000")
-    example["from_rate"](spark, seconds=6)
+    example["from_rate"](spark, enough=20)
     table = capsys.readouterr().out.split("+------+")[-2]
     assert {line.split("|")[1].strip() for line in table.splitlines() if "|" in line} == set("0123")
