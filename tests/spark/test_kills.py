@@ -1,4 +1,4 @@
-"""Ten queries, killed with their driver in the middle of a batch, are as if never stopped."""
+"""Five queries, killed twice with their driver while they run, are as if never stopped."""
 
 import json
 import os
@@ -63,7 +63,7 @@ def rows_of(sink: Path) -> list[tuple]:
 
 
 @pytest.mark.usefixtures("spark_is_there")
-def test_queries_killed_in_mid_batch_give_what_unbroken_ones_give(tmp_path):
+def test_queries_that_are_killed_give_what_unbroken_ones_give(tmp_path):
     folders = [tmp_path / str(query) for query in range(QUERIES)]
     for query, folder in enumerate(folders):
         folder.mkdir()
