@@ -156,14 +156,18 @@ def test_many_rows_of_a_key_and_a_state_beyond_any_plan(monkeypatch):
 
     monkeypatch.setattr(packed, "LONGEST", 64)
     xs = np.random.default_rng(1).normal(size=2000)
-    batches = [table([("a", t, x) for t, x in enumerate(part)]) for part in np.split(xs, 8)]
+    batches = []
+    for part in np.split(xs, 8):  # of one key many, of another few: it stays within the plan
+        rows = [("a", t, x) for t, x in enumerate(part)]
+        batches.append(table([*rows, *(("b", t, x) for _, t, x in rows[:5])]))
     results, _ = run(job(late="include"), batches)
-    average = TailAverage(0.25)
-    one_by_one = []
-    for x in xs.tolist():
-        average.update(x)
-        one_by_one.append(average.value())
-    assert [x for result in results for x in result["x0"].to_pylist()] == one_by_one
+    for key, its in (("a", xs), ("b", np.reshape(xs, (8, -1))[:, :5].reshape(-1))):
+        average, one_by_one = TailAverage(0.25), []
+        for x in its.tolist():
+            average.update(x)
+            one_by_one.append(average.value())
+        rows = [row for result in results for row in result.to_pylist()]
+        assert [row["x0"] for row in rows if row["key"] == key] == one_by_one
 
 
 def test_latest():
