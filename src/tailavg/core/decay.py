@@ -21,10 +21,10 @@ __all__ = ["Decay", "Reading"]
 
 Shape = Literal["linear", "cosine", "1-sqrt"] | Callable[[float], float]
 
-_YOUNGER: dict[str, Callable[[Any], Any]] = {  # D(1 - x), with the digits of a small x
-    "linear": lambda x: x,
-    "cosine": lambda x: np.sin(np.pi / 2 * x) ** 2,
-    "1-sqrt": lambda x: x / (1.0 + np.sqrt(1.0 - x)),
+_YOUNGER: dict[str, Callable[[Any, Any], Any]] = {  # D(1 - x), with the digits of a small x
+    "linear": lambda x, xp: x,
+    "cosine": lambda x, xp: xp.sin(np.pi / 2 * x) ** 2,
+    "1-sqrt": lambda x, xp: x / (1.0 + xp.sqrt(1.0 - x)),
 }
 _GRID = 1024  # points at which a function is checked
 
@@ -115,25 +115,27 @@ class Decay:
         weights: list[float] = self.of_ages(ages[1:], ages[:-1], min(t, self.size(t))).tolist()
         return weights
 
-    def of_ages(self, young: Any, old: Any, k: Any) -> Any:
+    def of_ages(self, young: Any, old: Any, k: Any, xp: Any = np) -> Any:
         """The weight of the samples of ages `young` to `old` - 1, of a window of k samples.
 
-        The rate falls by it while these samples come: D(1 - old/k) - D(1 - young/k).
+        The rate falls by it while these samples come: D(1 - old/k) - D(1 - young/k). With
+        `jax.numpy` as `xp`, ages may be traced.
 
         Examples:
             >>> float(Decay(100, "cosine").of_ages(0, 50, 100).round(3))
             0.5
         """
-        weight = self._younger(old, k) - self._younger(young, k)
-        return np.maximum(weight, 0.0)  # where a function rises between the points checked
+        weight = self._younger(old, k, xp) - self._younger(young, k, xp)
+        return xp.maximum(weight, 0.0)  # where a function rises between the points checked
 
-    def _younger(self, age: Any, k: Any) -> Any:
+    def _younger(self, age: Any, k: Any, xp: Any) -> Any:
         """The weight of all samples younger than this."""
-        x = np.minimum(1.0, np.divide(age, k))
+        x = xp.minimum(1.0, xp.divide(age, k))
         if isinstance(self.shape, str):
-            return _YOUNGER[self.shape](x)
-        values = [float(self.shape(u)) for u in np.ravel(1.0 - x).tolist()]
-        return np.reshape(values, np.shape(x))
+            return _YOUNGER[self.shape](x, xp)
+        passed = xp.ravel(1.0 - x)
+        values = [self.shape(u) for u in (passed.tolist() if xp is np else passed)]
+        return xp.reshape(xp.asarray(values, x.dtype), xp.shape(x))
 
 
 Reading = AnyWindow | Decay

@@ -11,7 +11,18 @@ average.value(state, like=params)        # for evaluation
 from tailavg.core.extras import needs
 
 with needs("jax"):
-    from tailavg.jax.clock import TracedBlocks, TracedDecay
-    from tailavg.jax.trees import TreeAverage, TreeState, tail_average, value
+    from tailavg.jax.clock import TracedBlocks, TracedDecay, TracedTails
+    from tailavg.jax.folds import Bundle
+    from tailavg.jax.trees import TreeAverage, TreeState, evaluate_tails, tail_average, value
 
-__all__ = ["TracedBlocks", "TracedDecay", "TreeAverage", "TreeState", "tail_average", "value"]
+__all__ = [
+    "Bundle",
+    "TracedBlocks",
+    "TracedDecay",
+    "TracedTails",
+    "TreeAverage",
+    "TreeState",
+    "evaluate_tails",
+    "tail_average",
+    "value",
+]

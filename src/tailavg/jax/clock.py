@@ -14,15 +14,36 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 from jax import Array
 
 from tailavg.core import clock as core
 from tailavg.core.clock import FOLD, SMALLEST
-from tailavg.core.equation import read
-from tailavg.core.rules import AnytimeWindow, Exponential
-from tailavg.core.windows import BITS, TIE, Fixed, Growing, Steps, Window
+from tailavg.core.decay import Decay
+from tailavg.core.equation import join
+from tailavg.core.rules import AnyTail, AnytimeWindow, Exponential
+from tailavg.core.windows import BITS, TIE, Fixed, Growing, Steps, Window, fraction
 
-__all__ = ["Step", "TracedBlocks", "TracedDecay", "first_clock", "restored", "traced"]
+__all__ = [
+    "Merge",
+    "Step",
+    "TracedBlocks",
+    "TracedDecay",
+    "TracedRule",
+    "TracedTails",
+    "first_clock",
+    "restored",
+    "size_at",
+    "traced",
+    "traced_decay",
+    "traced_size",
+    "traced_window",
+]
+
+TracedRule = AnytimeWindow | Exponential | AnyTail
+"""The rules that can be followed inside `jax.jit`."""
+
+_MOST_TURNS = 50_000  # of an AnyTail, in all the steps that an integer can count
 
 
 def _last() -> int:
@@ -71,29 +92,121 @@ class _TracedGrowing(Growing):
     steps: ClassVar[Steps] = TRACED
 
     def size(self, t: Any) -> Any:
-        """k_t, for traced steps.
-
-        XLA may multiply by 1 / q instead of dividing by q, and miss an integer by the last digit.
-        Single precision misses it by more.
-        """
+        """k_t, for traced steps."""
         over, under, exact = self.ratio
         k = jnp.asarray(over * t / under)
-        tie = 4e-7 if k.dtype == np.float32 else 2.0**-52 if exact else float(TIE)
-        off = k.round() - k
-        return (k + (abs(off) <= tie * k) * off).clip(1.0, self.most)
+        return _whole(k, exact).clip(1.0, self.most)
+
+    def growth(self, t: Any) -> Any:
+        """k_t - k_{t-1}, for traced steps.
+
+        Once single precision cannot tell the two sizes apart, only the step knows: the window grows
+        by c until it has its cap, and by what is left to the cap at that step.
+        """
+        k, before = self.size(t), self.size(t - 1)
+        growth = jnp.where(before > 1.0, self.c, k - before)
+        if self.at_most is None or self._capped_from > _last():
+            return growth
+        left = float(min(self.at_most - fraction(self.c) * (self._capped_from - 1), 1))
+        if self._capped_from == 1:
+            left = 0.0
+        return jnp.where(
+            t < self._capped_from, growth, jnp.where(t == self._capped_from, left, 0.0)
+        )
+
+
+def _whole(k: Array, exact: bool = False) -> Array:
+    """A size, or the whole number that it misses by rounding.
+
+    XLA may multiply by 1 / q instead of dividing by q, and miss an integer by the last digit.
+    Single precision misses it by more.
+    """
+    tie = 4e-7 if k.dtype == np.float32 else 2.0**-52 if exact else float(TIE)
+    off = k.round() - k
+    return k + (abs(off) <= tie * k) * off
+
+
+@lru_cache
+def traced_window(window: Window) -> Window:
+    """The same window, for traced steps."""
+    if isinstance(window, Fixed):
+        return _TracedFixed(window.k)
+    return _TracedGrowing(window.c, window.at_most)
+
+
+@lru_cache
+def traced_decay(decay: Decay) -> Decay:
+    """The same decay, for traced steps."""
+    return Decay(traced_window(decay.window), decay.shape)
+
+
+def traced_size(window: Any, t: Array) -> Array:
+    """k_t of a window that is an array: the last so many, or the last fraction; NaN for others."""
+    window = jnp.asarray(window)
+    real: Any = jnp.result_type(float)
+    if jnp.issubdtype(window.dtype, jnp.integer):
+        return jnp.where(window >= 1, window, jnp.nan).astype(real)
+    if not jnp.issubdtype(window.dtype, jnp.floating):
+        raise TypeError(f"window: expected an array of whole or real numbers, got {window.dtype}")
+    c = window.astype(real)
+    return jnp.where((c > 0) & (c <= 1), jnp.maximum(_whole(c * t), 1.0), jnp.nan)
+
+
+class _TracedTail(AnyTail):
+    """An `AnyTail` that looks up what it would have to search for, since steps are traced.
+
+    When blocks are closed, and which are merged, follows from the count alone: the clock of core
+    goes through all steps once. There are a few hundred turns, since blocks grow with the stream.
+    """
+
+    def closes(self, starts: Any) -> Any:
+        """The step after which the open block takes no more samples."""
+        ends, _ = _turns(self, _last())
+        return jnp.asarray(ends)[self._turn(starts[-1])]
+
+    def gone(self, starts: Any) -> Any:
+        """The block that makes room when the open one is closed; if it is not 0, it is merged."""
+        _, gone = _turns(self, _last())
+        return jnp.asarray(gone)[self._turn(starts[-1])]
+
+    def _turn(self, start: Any) -> Any:
+        """How many blocks were closed before the one with this start."""
+        ends, _ = _turns(self, _last())
+        return (jnp.asarray(ends) <= start).sum()
+
+
+@lru_cache
+def _turns(rule: AnyTail, last: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """The steps at which blocks are closed, and the block that then makes room."""
+    rule = AnyTail(rule.accumulators, rule.shortest)
+    clock = core.BlockClock(rule)
+    ends, gone = [], []
+    while clock.closes < last:
+        clock.count = clock.closes
+        ends.append(clock.count)
+        room = clock.turn()
+        gone.append(room[0] if room else 0)
+        if len(ends) > _MOST_TURNS:
+            raise ValueError(
+                f"rule: expected an AnyTail that merges at most {_MOST_TURNS} times in {last} "
+                f"steps, got {rule}; make shortest larger, or take fewer accumulators"
+            )
+    return np.array([*ends, last]), np.array([*gone, 0])
 
 
 @lru_cache
 def traced(rule: Any) -> Any:
     """The same rule, for traced steps."""
-    window: Window = rule.window
-    if isinstance(window, Fixed):
-        window = _TracedFixed(window.k)
-    else:
-        window = _TracedGrowing(window.c, window.at_most)
+    if isinstance(rule, AnyTail):
+        return _TracedTail(rule.accumulators, rule.shortest)
     if isinstance(rule, Exponential):
-        return Exponential(window)
-    return AnytimeWindow(window, rule.accumulators, rule.turns)
+        return Exponential(traced_window(rule.window))
+    return AnytimeWindow(traced_window(rule.window), rule.accumulators, rule.turns)
+
+
+def size_at(rule: TracedRule, t: Any) -> Any:
+    """k_t; of an `AnyTail`, which has no window of its own, that of the shortest to read it with."""
+    return rule.shortest * t if isinstance(rule, AnyTail) else rule.size(t)
 
 
 class Step(NamedTuple):
@@ -113,6 +226,21 @@ class Step(NamedTuple):
     """The factor of the rounding error in the new sum."""
     factor: Array | float
     """The factor of the sample in the sum."""
+    merge: Merge | None
+    """What to do after the fold, if the rule merges blocks."""
+
+
+class Merge(NamedTuple):
+    """How two blocks become one, to make room."""
+
+    merges: Array
+    """Whether they do."""
+    source: Array
+    """The place of the mean that goes."""
+    target: Array
+    """The place of the mean that it joins."""
+    weight: Array
+    """Its weight in the joint mean."""
 
 
 class TracedBlocks(NamedTuple):
@@ -122,55 +250,92 @@ class TracedBlocks(NamedTuple):
     """The step up to which samples are in means; later ones are in the sum."""
     starts: Array
     """How many samples came before each block, oldest first; unused blocks come first, at 0."""
-    newest: Array
-    """The place of the newest mean; older means precede it, in a ring."""
+    places: Array
+    """Where the mean of each block is held."""
 
-    def serves(self, rule: AnytimeWindow | Exponential) -> bool:
+    def serves(self, rule: TracedRule) -> bool:
         """Whether a rule of this kind, with as many accumulators, may use this clock."""
         return isinstance(rule, AnytimeWindow) and rule.accumulators == len(self.starts)
 
-    def step(self, rule: AnytimeWindow, t: Array) -> tuple[Step, TracedBlocks]:
+    def step(self, rule: Any, t: Array) -> tuple[Step, TracedBlocks]:
         """What to do with the sample after step t, and the clock after it."""
-        starts = list(self.starts)
-        closed = t >= rule.closes(starts)
+        starts, places = self.starts, self.places
+        closed = t >= rule.closes(list(starts))
         rest, size = t - self.folded, t - starts[-1]
         folds = (t == 0) | (rest >= FOLD) | closed
+        gone: Any = 0  # the block that makes room
+        merge = None
+        if isinstance(rule, _TracedTail):
+            gone = rule.gone(starts)
+            before, start, end = (
+                jnp.append(starts, t)[jnp.maximum(gone, 1) + step] for step in (-1, 0, 1)
+            )
+            merge = Merge(
+                merges=closed & (gone > 0),
+                source=places[gone],
+                target=places[gone - 1],
+                weight=(end - start) / jnp.maximum(end - before, 1),
+            )
         step = Step(
             folds,
             carries=folds & (rest < size) & ~closed,
-            slot=self.newest,
+            slot=places[-1],
             total=jnp.maximum(rest, 1),
             weight=rest / jnp.maximum(size, 1),
             carry=size,
             factor=1.0,
+            merge=merge,
         )
-        clock = TracedBlocks(
+        shifted = closed & (jnp.arange(len(starts)) >= gone)  # those after what makes room
+        clock = type(self)(
             folded=jnp.where(folds, t, self.folded),
-            starts=jnp.where(closed, jnp.stack([*starts[1:], t]), self.starts),
-            newest=jnp.where(closed, (self.newest + 1) % len(starts), self.newest),
+            starts=jnp.where(shifted, jnp.append(starts[1:], t), starts),
+            places=jnp.where(shifted, jnp.append(places[1:], places[gone]), places),
         )
         return step, clock
 
-    def weights(self, t: Array, k: Array) -> tuple[Array, Array]:
-        """The weights of the means, each in its place, and of the sum, at step t."""
-        starts, places = list(self.starts), len(self.starts)
-        # at step 0 the sum is the tree given to `init`, which counts as one sample
-        ends = [*starts[1:], jnp.maximum(t, 1)]
-        # the product of two integer counts could overflow
-        sizes = [(end - start).astype(k.dtype) for start, end in zip(starts, ends, strict=True)]
-        weights = read(sizes, k)
-        of_sum = weights[-1] / sizes[-1]
-        weights[-1] = of_sum * (self.folded - starts[-1])
-        return jnp.stack(weights)[(jnp.arange(places) - self.newest - 1) % places], of_sum
+    def weights(self, t: Array, k: Array | Decay) -> tuple[Array, Array]:
+        """The weights of the means, each in its place, and of the sum, at step t.
+
+        k is the size of the window, or a decay over one.
+        """
+        starts, places = self.starts, self.places
+        t = jnp.maximum(t, 1)  # at step 0 the sum is the tree given to `init`, as one sample
+        ends = jnp.append(starts[1:], t)
+        real: Any = jnp.result_type(float)
+        if isinstance(k, Decay):
+            most = jnp.minimum(t, k.size(t))
+            weights = k.of_ages(
+                (t - ends).astype(real), (t - starts).astype(real), most.astype(real), jnp
+            )
+        else:  # `tailavg.core.equation.read`, of all blocks at once
+            # the product of two integer counts could overflow
+            old = join((ends - starts).astype(real), (t - ends).astype(real), k)
+            weights = old * jnp.append(1.0, jnp.cumprod(1.0 - old)[:-1])
+        of_sum = weights[-1] / (t - starts[-1])
+        weights = jnp.append(weights[:-1], of_sum * (self.folded - starts[-1]))
+        in_place = places[:, None] == jnp.arange(len(starts))
+        return jnp.where(in_place, weights[:, None], 0.0).sum(axis=0), of_sum
+
+    def carry(self, rule: TracedRule) -> Any:
+        """What an error of the open block's mean is multiplied by in the sum."""
+        return int(self.folded - self.starts[-1])
 
     def blocks(self, t: int) -> tuple[list[int], list[int]]:
         """The starts of the blocks at step t, oldest first, and the places of their means."""
-        starts, places = [int(start) for start in self.starts], len(self.starts)
+        starts = [int(start) for start in self.starts]
         held = [i for i, (start, end) in enumerate(pairwise([*starts, t])) if start < end]
-        return (
-            [starts[i] for i in held],
-            [(int(self.newest) + 1 + i) % places for i in held],
-        )
+        return [starts[i] for i in held], [int(self.places[i]) for i in held]
+
+
+class TracedTails(TracedBlocks):
+    """The same fields of an `AnyTail`, which is read with any window."""
+
+    __slots__ = ()
+
+    def serves(self, rule: TracedRule) -> bool:
+        """Whether a rule of this kind, with as many accumulators, may use this clock."""
+        return isinstance(rule, AnyTail) and rule.accumulators == len(self.starts)
 
 
 class TracedDecay(NamedTuple):
@@ -185,7 +350,7 @@ class TracedDecay(NamedTuple):
     decayed: Array
     """The logarithm of G at the last of them."""
 
-    def serves(self, rule: AnytimeWindow | Exponential) -> bool:
+    def serves(self, rule: TracedRule) -> bool:
         """Whether a rule of this kind, with as many accumulators, may use this clock."""
         return isinstance(rule, Exponential)
 
@@ -211,6 +376,7 @@ class TracedDecay(NamedTuple):
             weight=self.share,
             carry=1.0 - weight,
             factor=factor,
+            merge=None,
         )
         return step, clock
 
@@ -218,31 +384,37 @@ class TracedDecay(NamedTuple):
         """The weights of the mean and of the sum."""
         return (1.0 - self.share)[None], self.share / self.total
 
+    def carry(self, rule: TracedRule) -> Any:
+        """What an error of the mean is multiplied by in the sum."""
+        assert isinstance(rule, Exponential)
+        return float(rule.decay(int(self.folded) + 1))
+
     def blocks(self, t: int) -> tuple[list[int], list[int]]:
         """The start of the one block, and the place of its mean."""
         return ([0], [0]) if t else ([], [])
 
 
-def first_clock(rule: AnytimeWindow | Exponential) -> TracedBlocks | TracedDecay:
+def first_clock(rule: TracedRule) -> TracedBlocks | TracedDecay:
     """The clock before the first sample: the sum is the tree given to `init`."""
     integer: Any = jnp.result_type(int)
     real: Any = jnp.result_type(float)
-    if isinstance(rule, AnytimeWindow):
-        return TracedBlocks(
+    if isinstance(rule, Exponential):
+        return TracedDecay(
             folded=jnp.zeros((), integer),
-            starts=jnp.zeros(rule.accumulators, integer),
-            newest=jnp.full((), rule.accumulators - 1, integer),
+            share=jnp.ones((), real),
+            total=jnp.ones((), real),
+            decayed=jnp.zeros((), real),
         )
-    return TracedDecay(
+    kind = TracedTails if isinstance(rule, AnyTail) else TracedBlocks
+    return kind(
         folded=jnp.zeros((), integer),
-        share=jnp.ones((), real),
-        total=jnp.ones((), real),
-        decayed=jnp.zeros((), real),
+        starts=jnp.zeros(rule.accumulators, integer),
+        places=jnp.arange(rule.accumulators, dtype=integer),
     )
 
 
 def restored(clock: core.Clock) -> dict[str, Any]:
-    """The fields of a traced clock at the same step; its `newest` is the last place."""
+    """The fields of a traced clock at the same step, whose means are in the places of first_clock."""
     if not isinstance(clock, core.DecayClock):
         return {"folded": clock.folded, "starts": clock.blocks}
     of_mean, of_sum = clock.weights()

@@ -1,36 +1,53 @@
 """Averages of pytrees, as pure functions.
 
 Each step touches the arrays once, to add a sample to the sum. Every few hundred steps, and when a
-block closes, the sum is folded into the mean of its block.
-
-The code is written so that XLA does this in place, without copying parameters. Each conditional
-changes either the sums or the means, never both, and returns a flag. The next conditional changes
-what the last one read, and depends on its flag, so XLA knows that the reading is over.
+block closes, the sum is folded into the mean of its block: see `tailavg.jax.folds`.
 """
 
 from __future__ import annotations
 
 import functools
+import json
+import math
 import os
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from tailavg.core import state as layout
 from tailavg.core.clock import clock_for
+from tailavg.core.decay import Decay, Reading
 from tailavg.core.profile import Profile, dense_weights, profile
-from tailavg.core.rules import AnytimeWindow, Exponential, Rule, as_rule
-from tailavg.core.windows import AnyWindow, Reals
-from tailavg.jax.clock import Step, TracedBlocks, TracedDecay, first_clock, restored, traced
+from tailavg.core.rules import AnyTail, Rule, as_rule
+from tailavg.core.windows import TIE, AnyWindow, Reals, as_window, positive_int
+from tailavg.jax.clock import (
+    TracedBlocks,
+    TracedDecay,
+    TracedRule,
+    TracedTails,
+    first_clock,
+    restored,
+    size_at,
+    traced,
+    traced_decay,
+    traced_size,
+    traced_window,
+)
+from tailavg.jax.folds import Bundle, Held, combined, flat, folded, hosted, times, weighed
 
-__all__ = ["TreeAverage", "TreeState", "tail_average", "value"]
+__all__ = ["TreeAverage", "TreeState", "evaluate_tails", "tail_average", "value"]
 
 Tree: TypeAlias = Any
+Weights = tuple[Array, Array]
+"""The weights of the means, each in its place, and of the sum."""
 
 
 class TreeState(NamedTuple):
@@ -39,44 +56,63 @@ class TreeState(NamedTuple):
     updates: Array
     """The number of updates so far, t."""
     size: Array
-    """The size of the window, k_t."""
+    """The size of the window, k_t; of an `AnyTail`, that of the shortest it can be read with."""
+    rule: Array
+    """A checksum of the rule. Another rule adds nothing to the state."""
     clock: TracedBlocks | TracedDecay
     """Which samples are where."""
     sums: Tree
     """The sum of the samples in no mean yet; leaves that are not averaged, as last seen."""
     means: Tree
-    """The means of blocks, stacked along a first axis; None for leaves that are not averaged."""
+    """The means of blocks, stacked along a first axis; None for leaves that are not averaged, and
+    for those in a bundle."""
+    bundles: dict[str, Bundle]
+    """The means of small leaves, by dtype."""
 
 
 @dataclass(frozen=True)
 class TreeAverage:
     """The pure functions of a tail average, made by `tail_average`."""
 
-    rule: AnytimeWindow | Exponential
+    rule: TracedRule
     dtype: np.dtype[Any]
+    bundle: int
+    offload: Literal["host"] | None
 
     def init(self, tree: Tree) -> TreeState:
         """The state before the first update, whose value is the tree itself.
 
-        Floating and complex leaves will be averaged; others are passed through. Accumulators are
-        sharded like their leaves. A `jax.ShapeDtypeStruct` stands for zeros, as in optax.
+        Floating and complex leaves will be averaged; others are passed through. Sums, and the means
+        of leaves that are not bundled, are sharded like their leaves. A `jax.ShapeDtypeStruct`
+        stands for zeros, as in optax.
         """
         if self.dtype == np.float64 and jnp.result_type(float) != np.float64:
             raise ValueError(
                 f"dtype: expected float32, since x64 is off, got {self.dtype}; to turn x64 on, "
                 'call jax.config.update("jax_enable_x64", True) before anything else'
             )
-        clock, places = first_clock(self.rule), self.rule.accumulators
+        clock = first_clock(self.rule)
         sums = jax.tree.map(self._accumulator, tree)
+        small: dict[str, list[Array]] = {}
+        for leaf in jax.tree.leaves(sums):
+            if self._bundled(leaf):
+                small.setdefault(leaf.dtype.name, []).append(leaf)
         return TreeState(
             updates=jnp.zeros_like(clock.folded),
-            size=jnp.asarray(self.rule.size(1), jnp.result_type(float)),
+            size=jnp.asarray(size_at(self.rule, 1), jnp.result_type(float)),
+            rule=jnp.asarray(_checksum(self.rule)),
             clock=clock,
             sums=sums,
-            # not zeros, which would not be sharded like the tree
             means=jax.tree.map(
-                lambda x: jnp.broadcast_to(x, (places, *x.shape)) if _averaged(x) else None, sums
+                lambda x: self._stacked(x) if _averaged(x) and not self._bundled(x) else None, sums
             ),
+            bundles={
+                name: Bundle(
+                    self._stacked(_gathered(flat(leaves), leaves[0])),
+                    self._placed(jnp.copy(_gathered(flat(leaves), leaves[0]))),
+                )
+                for name, leaves in small.items()
+            },
         )
 
     def _accumulator(self, leaf: Any) -> Array:
@@ -88,49 +124,99 @@ class TreeAverage:
         wide = jnp.complex64 if jnp.iscomplexobj(leaf) else self.dtype
         return jnp.array(leaf, jnp.promote_types(self.dtype, wide), copy=True)
 
-    # jitted here, since outside jax.jit each call would compile the conditionals
-    @functools.partial(jax.jit, static_argnames="self", inline=True)
+    def _bundled(self, leaf: Array) -> bool:
+        return _averaged(leaf) and leaf.size <= self.bundle
+
+    def _stacked(self, leaf: Array) -> Array:
+        """Means, of what they do not matter yet: not zeros, which would not be sharded alike."""
+        return self._placed(jnp.broadcast_to(leaf, (self.rule.accumulators, *leaf.shape)))
+
+    def _placed(self, array: Array) -> Array:
+        return hosted(array) if self.offload else array
+
     def update(self, state: TreeState, tree: Tree) -> TreeState:
         """The state after one more tree, with the structure and shapes of the one given to `init`.
 
         Inside `jax.jit`, with the old state donated, no array is copied.
+
+        How long it takes to compile depends on the number of leaves, each with an addition of its
+        own, and on the number of large ones, each with a fold of its own. All leaves of up to
+        `bundle` numbers are folded by one operation.
         """
+        code = state.rule
+        known = not isinstance(code, jax.core.Tracer)
+        if not state.clock.serves(self.rule) or (known and int(code) != _checksum(self.rule)):
+            raise ValueError(
+                f"state: expected one of {self.rule}, got a {type(state.clock).__name__} of "
+                "another rule or number of accumulators; use the average whose init made it"
+            )
+        updated: TreeState = self._update(state, tree)
+        # outside jax.jit, the next call need not wait for this one
+        return updated._replace(rule=code) if known else updated
+
+    # jitted, since outside jax.jit each call would compile the conditionals
+    @functools.partial(jax.jit, static_argnames="self", inline=True)
+    def _update(self, state: TreeState, tree: Tree) -> TreeState:
         leaves, sums, means, structure = _aligned(tree, state)
         clock: Any = state.clock
-        if not clock.serves(self.rule):
-            raise ValueError(
-                f"state: expected one of {self.rule}, got a {type(clock).__name__} of another rule "
-                "or number of accumulators; use the average whose init made it"
-            )
         rule = traced(self.rule)
+        ours = state.rule == _checksum(self.rule)
         step, clock = clock.step(rule, state.updates)
-        averaged = [i for i, mean in enumerate(means) if mean is not None]
-        held, totals = _fold(step, [means[i] for i in averaged], [sums[i] for i in averaged])
+        step = step._replace(folds=step.folds & ours, carries=step.carries & ours)
+        large, small = _parted(sums, means)
+        held = folded(
+            step,
+            Held(
+                [means[i] for i in large],
+                [sums[i] for i in large],
+                state.bundles,
+                {name: [sums[i] for i in group] for name, group in small.items()},
+            ),
+        )
         new = list(leaves)  # leaves that are not averaged pass through
-        for i, mean, total in zip(averaged, held, totals, strict=True):
-            means[i], new[i] = mean, total + _times(step.factor, _widened(leaves[i], total))
-        updates = jnp.where(_beyond(state), state.updates, state.updates + 1)
+        # not a constant: XLA multiplies and adds four times faster than it adds two arrays
+        factor = jnp.where(ours, step.factor, 0.0)
+        for i, mean, total in zip(large, held.means, held.sums, strict=True):
+            means[i], new[i] = mean, total + times(factor, _widened(leaves[i], total))
+        for name, group in small.items():
+            for i, total in zip(group, held.small[name], strict=True):
+                new[i] = total + times(factor, _widened(leaves[i], total))
+        updates = jnp.where(_beyond(state.updates) | ~ours, state.updates, state.updates + 1)
+        size = jnp.asarray(size_at(rule, updates), state.size.dtype)
         return TreeState(
             updates=updates,
-            size=jnp.asarray(rule.size(updates), state.size.dtype),
-            clock=jax.tree.map(lambda new, old: new.astype(old.dtype), clock, state.clock),
+            size=jnp.where(ours, size, jnp.nan),
+            rule=state.rule,
+            clock=jax.tree.map(
+                lambda new, old: jnp.where(ours, new.astype(old.dtype), old), clock, state.clock
+            ),
             sums=structure.unflatten(new),
             means=structure.unflatten(means),
+            bundles=held.bundles,
         )
 
-    def value(self, state: TreeState, like: Tree = None) -> Tree:
+    def value(
+        self, state: TreeState, like: Tree = None, window: Reading | Array | None = None
+    ) -> Tree:
         """The average, as a new tree. See `value`."""
-        return value(state, like)
+        return value(state, like, window)
 
     def count(self, state: TreeState) -> Array:
         """The number of updates so far, t."""
         return state.updates
 
-    def size(self, state: TreeState) -> Array:
-        """The size of the window, k_t. `profile` has the effective size."""
-        return state.size
+    def size(self, state: TreeState, window: Reading | None = None) -> Array:
+        """The size of the window, k_t. `profile` has the effective size.
 
-    def weights(self, state: TreeState) -> Reals:
+        An `AnyTail` needs a window here, as it does in `value`, `weights` and `profile`.
+        """
+        asked = _asked(state, window)
+        if asked is None:
+            return state.size
+        size = _size(state.updates, None, asked)
+        return size.size(state.updates) if isinstance(size, Decay) else size
+
+    def weights(self, state: TreeState, window: Reading | None = None) -> Reals:
         """The weight of each of the `count` updates, oldest first. Not inside `jax.jit`.
 
         Examples:
@@ -143,9 +229,9 @@ class TreeAverage:
         """
         count = int(state.updates)
         starts, _ = state.clock.blocks(count)
-        return dense_weights(self.rule, starts, count)
+        return dense_weights(self.rule, starts, count, window)
 
-    def profile(self, state: TreeState) -> Profile:
+    def profile(self, state: TreeState, window: Reading | None = None) -> Profile:
         """A summary of the weights: effective size, mean age, oldest age. Not inside `jax.jit`.
 
         Examples:
@@ -161,7 +247,7 @@ class TreeAverage:
         if not count:
             raise layout.nothing_yet("profile")
         starts, _ = state.clock.blocks(count)
-        return profile(self.rule, starts, count)
+        return profile(self.rule, starts, count, window)
 
     def state_dict(self, state: TreeState) -> dict[str, Any]:
         """The state in the layout of `tailavg.core.state`, for any framework. Not inside `jax.jit`.
@@ -170,14 +256,22 @@ class TreeAverage:
         left out. To stop and resume within JAX, save the state itself, a pytree: the resumed run is
         then the same to the bit.
         """
-        count, folded = int(state.updates), int(state.clock.folded)
-        starts, places = state.clock.blocks(count)
-        means = _named(state.means)
-        partial = {
-            name: np.array(total) for name, total in _named(state.sums).items() if name in means
-        }
+        count, clock = int(state.updates), state.clock
+        starts, places = clock.blocks(count)
+        carry = clock.carry(self.rule)
+        names = list(_named(state.sums))
+        _, sums, means, _ = _aligned(state.sums, state)
+        partial = {names[i]: np.array(sums[i]) for i, leaf in enumerate(sums) if _averaged(leaf)}
+        stacks = {names[i]: np.asarray(mean) for i, mean in enumerate(means) if mean is not None}
+        for name, group in _parted(sums, means)[1].items():
+            rows = _cut(np.asarray(state.bundles[name].means), [sums[i].shape for i in group])
+            errors = _cut(np.asarray(state.bundles[name].errors), [sums[i].shape for i in group])
+            for i, row, error in zip(group, rows, errors, strict=True):
+                stacks[names[i]] = row
+                partial[names[i]] += error * carry
         nothing = {name: np.zeros_like(total) for name, total in partial.items()}
-        blocks = [{name: np.array(mean[place]) for name, mean in means.items()} for place in places]
+        blocks = [{name: np.array(stacks[name][place]) for name in partial} for place in places]
+        folded = int(clock.folded)
         if starts and folded == starts[-1]:  # an older block is still in that place
             blocks[-1] = nothing
         return layout.state(
@@ -226,7 +320,9 @@ class TreeAverage:
             )
         if not count and not isinstance(saved["partial"], Mapping):
             return state  # an average without samples knows no shape
-        shapes = {name: mean.shape[1:] for name, mean in _named(state.means).items()}
+        shapes = {
+            name: total.shape for name, total in _named(state.sums).items() if _averaged(total)
+        }
         blocks, partial = layout.by_name(saved, shapes)
         if not count:
             return state
@@ -243,27 +339,53 @@ class TreeAverage:
             return placed
 
         fields = {name: put(x, getattr(state.clock, name)) for name, x in restored(clock).items()}
-        return TreeState(
+        _, sums, means, structure = _aligned(state.sums, state)
+        names = list(_named(state.sums))
+        bundles = {
+            name: Bundle(
+                put(
+                    [np.concatenate([block[names[i]].ravel() for i in group]) for block in blocks],
+                    state.bundles[name].means,
+                ),
+                put(np.zeros(state.bundles[name].errors.shape), state.bundles[name].errors),
+            )
+            for name, group in _parted(sums, means)[1].items()
+        }
+        for i, name in enumerate(names):
+            if _averaged(sums[i]):
+                sums[i] = put(partial[name], sums[i])
+            if means[i] is not None:
+                means[i] = put([block[name] for block in blocks], means[i])
+        return state._replace(
             updates=put(count, state.updates),
-            size=put(self.rule.size(count), state.size),
+            size=put(size_at(self.rule, count), state.size),
             clock=state.clock._replace(**fields),
-            sums=jax.tree.map_with_path(
-                lambda path, total: put(partial[_name(path)], total) if _averaged(total) else total,
-                state.sums,
-            ),
-            means=jax.tree.map_with_path(
-                lambda path, means: put([block[_name(path)] for block in blocks], means),
-                state.means,
-            ),
+            sums=structure.unflatten(sums),
+            means=structure.unflatten(means),
+            bundles=bundles,
         )
 
 
-def tail_average(rule: AnyWindow | Rule, *, dtype: Any = jnp.float32) -> TreeAverage:
+def tail_average(
+    rule: AnyWindow | Rule,
+    *,
+    dtype: Any = jnp.float32,
+    bundle: int = 16_384,
+    offload: Literal["host"] | None = None,
+) -> TreeAverage:
     """The tail average of pytrees: `init`, `update`, `value`, `size` and `profile`, all pure.
 
     Args:
-        rule: An `AnytimeWindow` or an `Exponential`; a window or a number means an `AnytimeWindow`.
+        rule: An `AnytimeWindow`, an `Exponential` or an `AnyTail`; a window or a number means an
+            `AnytimeWindow`.
         dtype: The dtype of the accumulators: `jnp.float32` or `jnp.float64`.
+        bundle: The means of leaves of up to this many numbers are held in one array. That is faster
+            to compile and to call if there are many; but where such leaves are sharded, every
+            fold, one in 256 updates, gathers them. With 0 each leaf has its own means, sharded like
+            the leaf.
+        offload: `"host"` keeps the means in the memory of the host, where the backend has
+            `pinned_host`: an update then needs one array of the size of the parameters on the
+            device. Means are moved when they are folded, merged or read.
 
     Examples:
         >>> average = tail_average(100)
@@ -275,24 +397,21 @@ def tail_average(rule: AnyWindow | Rule, *, dtype: Any = jnp.float32) -> TreeAve
         {'w': Array([949.5, 949.5], dtype=float32)}
     """
     rule = as_rule(rule)
-    if not isinstance(rule, AnytimeWindow | Exponential):
+    if not isinstance(rule, TracedRule):
         raise TypeError(
-            f"rule: expected an AnytimeWindow or an Exponential, got {rule}, which cannot be kept "
-            "inside jax.jit; AnytimeWindow(window) has the variance of any window"
+            f"rule: expected an AnytimeWindow, an Exponential or an AnyTail, got {rule}, which "
+            "cannot be kept inside jax.jit; AnytimeWindow(window) has the variance of any window"
         )
+    if offload not in (None, "host"):
+        raise ValueError(f'offload: expected "host" or None, got {offload!r}')
+    bundle = positive_int(bundle, "bundle", least=0)
     for kind in map(np.dtype, (np.float32, np.float64)):
         if dtype is not None and kind == dtype:
-            return TreeAverage(rule, kind)
+            return TreeAverage(rule, kind, bundle, offload)
     raise TypeError(f"dtype: expected float32 or float64, got {dtype!r}")
 
 
-def _beyond(state: TreeState) -> Array:
-    """Whether there were more updates than the count can tell: it stays, and the value is NaN."""
-    return state.updates == np.iinfo(state.updates.dtype).max
-
-
-@jax.jit
-def value(state: TreeState, like: Tree = None) -> Tree:
+def value(state: TreeState, like: Tree = None, window: Reading | Array | None = None) -> Tree:
     """The average, as a new tree; before the first update, the tree given to `init`.
 
     It needs no rule: the state is enough.
@@ -301,80 +420,198 @@ def value(state: TreeState, like: Tree = None) -> Tree:
         state: The state.
         like: A tree with the dtypes of the result, such as the parameters; by default the result
             has the dtypes of the accumulators.
+        window: What to read an `AnyTail` with: a number, a window or a `Decay`; or an array of no
+            dimensions, which may be traced: whole numbers stand for the last so many, others
+            for the last fraction. Inside `jax.jit` nothing can raise, so a window that is too
+            short gives NaN.
+
+    Examples:
+        >>> average = tail_average(AnyTail())
+        >>> state = average.init(0.0)
+        >>> update = jax.jit(average.update)
+        >>> for x in range(1000):
+        ...     state = update(state, x)
+        >>> [round(float(value(state, window=c)), 1) for c in (0.25, 0.5, 1.0)]
+        [877.0, 751.1, 499.5]
     """
-    wanted, sums, means, structure = _aligned(state.sums if like is None else like, state, "like")
-    of_means, of_sum = state.clock.weights(state.updates, state.size)
-    of_sum = jnp.where(_beyond(state), jnp.nan, of_sum)
-
-    def average(total: Array, means: Array | None, like: Array) -> Array:
-        if means is None:
-            return jnp.copy(total)
-        parts = [(of_sum, total), *((of_means[place], means[place]) for place in range(len(means)))]
-        # a part without weight may be NaN
-        terms = [jnp.where(weight == 0, 0, _times(weight, part)) for weight, part in parts]
-        return jnp.asarray(sum(terms)).astype(like.dtype)
-
-    return structure.unflatten(list(map(average, sums, means, wanted)))
+    return _averages(state, like, weights_of(state, window))
 
 
-def _fold(step: Step, means: list[Array], sums: list[Array]) -> tuple[list[Array], list[Array]]:
-    """Fold the sums into the means, if due; return the means and the new sums.
+def evaluate_tails(
+    function: Callable[..., Any],
+    state: TreeState,
+    windows: Sequence[Reading] | Array,
+    *args: Any,
+    like: Tree = None,
+) -> Any:
+    """What a function makes of the average over each window, one after another in one program.
 
-    As in `tailavg.numpy.arithmetic.joined`, the rounding error starts the new sum. XLA works in
-    place only if an array that changes is read in its own shape, and a slice with its first axis.
+    No more than one average is held at a time.
+
+    Args:
+        function: It is called with an average and `args`, and returns arrays. It is traced once,
+            and again only if it is another function.
+        state: The state of an `AnyTail`.
+        windows: What to read it with: see `value`. An array has one for each entry.
+        *args: More for the function, such as the data for a validation.
+        like: As for `value`.
+
+    Returns:
+        What the function returned, stacked along a first axis.
+
+    Examples:
+        >>> average = tail_average(AnyTail())
+        >>> state = average.init(0.0)
+        >>> update = jax.jit(average.update)
+        >>> for x in range(1000):
+        ...     state = update(state, x)
+        >>> evaluate_tails(lambda mean, target: abs(mean - target), state, [0.25, 0.5, 1.0], 750.0)
+        Array([127.003006,   1.072998, 250.5     ], dtype=float32)
     """
-    scale, weight = 1.0 / step.total, step.weight
-
-    def held(means: Array) -> Array:
-        mean: Array = lax.dynamic_slice_in_dim(means, step.slot, 1)
-        return mean
-
-    def difference(mean: Array, own: Array) -> Array:
-        # inf - inf is NaN
-        return _times(weight, own - jnp.where(jnp.isfinite(mean), mean, 0))
-
-    def change(total: Array, means: Array) -> Array:
-        return difference(held(means)[0], _times(scale, total))
-
-    def joint(means: Array, total: Array) -> Array:
-        mean, own = held(means), _times(scale, total[None])
-        # if the step carries, the sum already holds the change
-        made = jnp.where(step.carries, total[None], difference(mean, own))
-        mean = jnp.where(weight < 1.0, mean + made, own)
-        updated: Array = lax.dynamic_update_slice_in_dim(means, mean, step.slot, 0)
-        return updated
-
-    def lost(change: Array, means: Array) -> Array:
-        mean = held(means)[0]
-        rest = change - (mean - (mean - change))  # the inner difference is the old mean
-        return jnp.where(jnp.isfinite(rest), _times(step.carry, rest), 0)
-
-    # each sum becomes the change of its mean, the mean changes, the sum becomes the rounding error
-    sums, changed = _changed(step.carries, change, sums, means)
-    means, joined = _changed(step.folds | changed, joint, means, sums)
-    sums, carried = _changed(step.carries & joined, lost, sums, means)
-    kept = carried | ~joined
-    return means, [jnp.where(kept, total, 0) for total in sums]
+    return _evaluated(function, state, each_weights(state, windows), args, like)
 
 
-def _changed(
-    flag: Array,
-    function: Callable[[Array, Array], Array],
-    arrays: list[Array],
-    others: list[Array],
-) -> tuple[list[Array], Array]:
-    """If the flag is set, apply a function to arrays and others; return the arrays and the flag.
-
-    The returned flag is known only afterwards: code that waits for it may change `others` in place.
-    """
-    changed: tuple[list[Array], Array] = lax.cond(
-        flag,
-        lambda arrays, others: (list(map(function, arrays, others)), jnp.array(True)),
-        lambda arrays, _: (arrays, jnp.array(False)),
-        arrays,
-        others,
+def each_weights(state: TreeState, windows: Sequence[Reading] | Array) -> Weights:
+    """The weights of several windows, stacked."""
+    if isinstance(windows, jax.Array | np.ndarray):
+        found: Weights = jax.vmap(lambda window: weights_of(state, window))(windows)
+        return found
+    if not windows:
+        raise ValueError("windows: expected at least one, got none")
+    found = jax.tree.map(
+        lambda *rows: jnp.stack(rows), *(weights_of(state, window) for window in windows)
     )
-    return changed
+    return found
+
+
+@functools.partial(jax.jit, static_argnames="function")
+def _evaluated(
+    function: Callable[..., Any], state: TreeState, weights: Weights, args: Any, like: Tree
+) -> Any:
+    return lax.map(lambda row: function(_averages(state, like, row), *args), weights)
+
+
+def weights_of(state: TreeState, window: Reading | Array | None) -> Weights:
+    """The weights of the means and of the sum in the average."""
+    asked = _asked(state, window)
+    if isinstance(asked, jax.Array | np.ndarray):
+        return _weights(state.clock, state.updates, state.size, asked, None)
+    return _weights(state.clock, state.updates, state.size, None, asked)
+
+
+def _asked(state: TreeState, window: Any) -> Any:
+    """What an `AnyTail` is to be read with; None if the state has a window of its own."""
+    known = not isinstance(state.size, jax.core.Tracer)
+    if known and np.isnan(state.size).any():
+        raise ValueError(
+            "state: expected one that was updated by the rule it was made with, got one that "
+            "another rule has tried to update; use the same rule, and the average goes on"
+        )
+    if not isinstance(state.clock, TracedTails):
+        if window is not None:
+            raise ValueError(
+                "window: expected none, since this average has its own, "
+                f"got {window!r}; an AnyTail reads any window"
+            )
+        return None
+    if window is None:
+        raise ValueError("window: expected one, since AnyTail has none of its own; got none")
+    if isinstance(window, jax.Array | np.ndarray):
+        return window
+    asked = window if isinstance(window, Decay) else as_window(window)
+    if isinstance(asked, Decay) and asked.shape == "linear":
+        asked = asked.window
+    if known and not isinstance(state.updates, jax.core.Tracer) and not np.ndim(state.updates):
+        t, least = int(state.updates), float(state.size)
+        if t and asked.size(t) < least * (1 - _tie(state.size.dtype)):
+            raise ValueError(
+                f"window: expected a window of at least {least:g} of the {t} samples so far, "
+                f"got {window!r}"
+            )
+    return asked
+
+
+def _tie(dtype: Any) -> float:
+    return float(TIE) if dtype == np.float64 else 1e-6
+
+
+@functools.partial(jax.jit, static_argnames="asked", inline=True)
+def _weights(
+    clock: TracedBlocks | TracedDecay, updates: Array, size: Array, window: Array | None, asked: Any
+) -> Weights:
+    reading = size if asked is window is None else _size(updates, window, asked)
+    of_means, of_sum = clock.weights(updates, reading)
+    if isinstance(reading, Decay):
+        reading = reading.size(jnp.maximum(updates, 1))
+    # else a window that is too short, another rule, or more updates than the count can tell
+    read = (reading >= size * (1 - _tie(size.dtype))) & ~_beyond(updates)
+    return of_means, jnp.where(read, of_sum, jnp.nan)
+
+
+def _size(updates: Array, window: Array | None, asked: Any) -> Any:
+    """The size at this step of what an `AnyTail` is read with, or the decay over it."""
+    t = jnp.maximum(updates, 1)
+    if window is not None:
+        return traced_size(window, t)
+    if isinstance(asked, Decay):
+        return traced_decay(asked)
+    return jnp.asarray(traced_window(asked).size(t), jnp.result_type(float))
+
+
+def _beyond(updates: Array) -> Array:
+    """Whether there were more updates than the count can tell: it stays, and the value is NaN."""
+    return updates == np.iinfo(updates.dtype).max
+
+
+@functools.partial(jax.jit, inline=True)
+def _averages(state: TreeState, like: Tree, weights: Weights) -> Tree:
+    """The average with these weights, in the dtypes of `like`."""
+    wanted, sums, means, structure = _aligned(state.sums if like is None else like, state, "like")
+    of_means, of_sum = weights
+    large, small = _parted(sums, means)
+    new = [jnp.copy(total) for total in sums]  # those that are not averaged
+    for i in large:
+        new[i] = combined(of_means, means[i], of_sum, sums[i])
+    for name, group in small.items():
+        rows = _cut(combined(of_means, state.bundles[name].means), [sums[i].shape for i in group])
+        for i, row in zip(group, rows, strict=True):
+            new[i] = row + weighed(of_sum, sums[i])
+    return structure.unflatten(
+        [found.astype(leaf.dtype) for found, leaf in zip(new, wanted, strict=True)]
+    )
+
+
+def _parted(sums: Sequence[Any], means: Sequence[Any]) -> tuple[list[int], dict[str, list[int]]]:
+    """Which leaves have means of their own, and which are in the bundle of each dtype."""
+    large = [i for i, mean in enumerate(means) if mean is not None]
+    small: dict[str, list[int]] = {}
+    for i, (total, mean) in enumerate(zip(sums, means, strict=True)):
+        if mean is None and _averaged(total):
+            small.setdefault(total.dtype.name, []).append(i)
+    return large, small
+
+
+def _cut(rows: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
+    """The parts of the last axis, each in its shape."""
+    ends = [*accumulate(map(math.prod, shapes), initial=0)]
+    return [
+        rows[..., start:end].reshape(*rows.shape[:-1], *shape)
+        for start, end, shape in zip(ends, ends[1:], shapes, strict=False)
+    ]
+
+
+def _gathered(array: Array, like: Array) -> Array:
+    """Whole on every device, if that can be said: outside `jax.jit`, where arrays are on several."""
+    if isinstance(array, jax.core.Tracer) or not isinstance(like.sharding, NamedSharding):
+        return array
+    whole: Array = jax.device_put(array, NamedSharding(like.sharding.mesh, PartitionSpec()))
+    return whole
+
+
+@functools.lru_cache
+def _checksum(rule: Rule) -> np.uint32:
+    """Differs for rules that differ."""
+    return np.uint32(zlib.crc32(json.dumps(layout.plain(rule), sort_keys=True).encode()))
 
 
 def _widened(leaf: Array, total: Array) -> Array:
@@ -387,11 +624,6 @@ def _widened(leaf: Array, total: Array) -> Array:
         narrow: Any = jnp.finfo(leaf.dtype)  # type: ignore[no-untyped-call]
         wide = lax.reduce_precision(wide, narrow.nexp, narrow.nmant)
     return wide
-
-
-def _times(factor: Any, array: Array) -> Array:
-    """The product, in the array's precision."""
-    return array * jnp.asarray(factor, array.real.dtype)
 
 
 def _averaged(leaf: Any) -> bool:
