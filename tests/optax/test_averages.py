@@ -151,7 +151,8 @@ def test_bfloat16_parameters_are_averaged_in_float32():
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), start())
     params, state, history = train(with_tail_average(optax.sgd(0.1), 0.5), params, TARGETS)
     [tail] = tails(state)
-    arrays = jax.tree.leaves((tail.sums, tail.means))
+    arrays = jax.tree.leaves((tail.sums, tail.means, tail.bundles))
+    assert len(arrays) > 3
     assert {x.dtype for x in arrays} == {jnp.dtype(jnp.float32)}
     wanted = expected(history, 0.5)
     assert_close(averaged_params(state), wanted)

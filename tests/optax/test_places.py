@@ -14,14 +14,16 @@ from optax_training import (
     LABELS,
     TARGETS,
     assert_close,
+    assert_equal,
     counts,
     expected,
+    gradient_step,
     gradients,
     start,
     train,
 )
-from tailavg import Exponential
-from tailavg.optax import averaged_params, tail_average, with_tail_average
+from tailavg import AnyTail, Exponential
+from tailavg.optax import averaged_params, evaluate_tails, tail_average, with_tail_average
 
 # --- where a tail is found, and where it must not be ---
 
@@ -38,6 +40,14 @@ FOUND = {
     "injected": lambda tail: optax.inject_hyperparams(
         lambda rate: optax.chain(optax.adam(rate), tail)
     )(rate=0.1),
+    "before a snapshot": lambda tail: optax.chain(
+        optax.adam(0.1), tail, optax.snapshot("norm", optax.tree.norm)
+    ),
+    "before all that observes": lambda tail: optax.chain(
+        optax.chain(optax.adam(0.1), tail, optax.snapshot("first", optax.tree.norm)),
+        optax.masked(optax.snapshot("second", lambda updates: updates), {"w": True}),
+        optax.named_chain(("third", optax.chain(optax.snapshot("nothing", lambda _: ())))),
+    ),
     "guarded itself": lambda tail: optax.chain(optax.adam(0.1), optax.apply_if_finite(tail, 3)),
     "under everything": lambda tail: optax.apply_if_finite(
         optax.MultiSteps(
@@ -53,6 +63,20 @@ def test_a_tail_is_found_anywhere(build):
     _, state, history = train(build(tail_average(4)), {"w": jnp.ones(2)}, TARGETS[:9])
     assert counts(state) == [9]
     assert_close(averaged_params(state), expected(history, 4))
+
+
+def test_a_tail_is_found_before_a_monitor():
+    ema = optax.measure_with_ema(optax.tree.norm, 0.9)
+    monitor = optax.monitor({"norm": optax.tree.norm, "ema": ema})
+    tx = optax.chain(optax.adam(0.1), tail_average(4), monitor, optax.chain(monitor))
+    carry = start(), tx.init(start())
+    assert_equal(averaged_params(carry[1]), start())
+    history = []
+    for target in TARGETS[:9]:  # not in a scan: at first its state is empty
+        carry = gradient_step(tx, carry, target)
+        history.append(carry[0])
+    history = jax.tree.map(lambda *xs: np.array(xs), *history)
+    assert_close(averaged_params(carry[1]), expected(history, 4))
 
 
 MISPLACED = {
@@ -81,6 +105,20 @@ MISPLACED = {
     "before another tail, then more": lambda tail: optax.chain(
         optax.adam(0.1), tail, tail_average(2), optax.scale(0.5)
     ),
+    "before a snapshot, then more": lambda tail: optax.chain(
+        optax.adam(0.1), tail, optax.snapshot("norm", optax.tree.norm), optax.scale(0.5)
+    ),
+    "before a monitor, then more": lambda tail: optax.chain(
+        optax.adam(0.1), tail, optax.monitor({"norm": optax.tree.norm}), optax.clip(1.0)
+    ),
+    "before a chain with a snapshot and more": lambda tail: optax.chain(
+        optax.adam(0.1),
+        tail,
+        optax.chain(optax.snapshot("norm", optax.tree.norm), optax.scale(0.5)),
+    ),
+    "before a part that is scaled": lambda tail: optax.chain(
+        optax.adam(0.1), tail, optax.masked(optax.chain(optax.scale(0.5)), KERNEL)
+    ),
 }
 
 
@@ -90,6 +128,13 @@ def test_a_tail_that_is_not_last_in_its_chain_is_reported_before_any_step(build)
     for read in (averaged_params, jax.jit(averaged_params)):
         with pytest.raises(ValueError, match="expected tail_average last in its chain"):
             read(state, start())
+
+
+def test_identity_after_a_tail_is_refused_as_it_has_the_state_of_a_scale():
+    state = optax.chain(tail_average(4), optax.identity()).init(start())
+    assert state[1] == optax.scale(0.5).init(start())
+    with pytest.raises(ValueError, match=r"or has the state of what does, as optax\.identity has"):
+        averaged_params(state)
 
 
 def test_a_tail_that_is_not_last_in_a_named_chain_is_reported():
@@ -187,10 +232,46 @@ def as_lookahead(params):
     return optax.LookaheadParams.init_synced(params)
 
 
-def test_a_flat_average_does_not_pass_for_the_parameters():
-    state = optax.flatten(with_tail_average(optax.sgd(0.1), 4)).init(start())
+FLAT = {
+    "tree": (start(), 9),
+    "matrix": (jnp.ones((3, 2)), 6),
+    "one vector in a tree": ({"w": jnp.ones(3)}, 3),
+    "one number": (jnp.ones(()), 1),
+}
+
+
+@pytest.mark.parametrize(("params", "numbers"), FLAT.values(), ids=FLAT)
+def test_a_tail_inside_flatten_is_reported(params, numbers):
+    state = optax.flatten(with_tail_average(optax.sgd(0.1), AnyTail())).init(params)
+    said = f"got a flat vector of {numbers} numbers, as inside optax.flatten; put the tail around"
+    for read in (averaged_params, jax.jit(averaged_params, static_argnames="window")):
+        with pytest.raises(ValueError, match=said):
+            read(state, params, window=0.5)
+    with pytest.raises(ValueError, match=said):
+        evaluate_tails(lambda _: 0, state, [0.5], params=params)
+    assert averaged_params(state, window=0.5).shape == (numbers,)
+
+
+def test_tails_inside_flatten_in_branches_are_reported():
+    branch = optax.flatten(with_tail_average(optax.sgd(0.1), 4))
+    tx = optax.multi_transform({"matrix": branch, "vector": branch}, LABELS)
+    with pytest.raises(
+        ValueError, match=r"got a flat vector of 9 numbers, as inside optax\.flatten"
+    ):
+        averaged_params(tx.init(start()), start())
+
+
+def test_a_vector_of_another_size_is_not_taken_for_a_flat_tree():
+    state = with_tail_average(optax.sgd(0.1), 4).init(jnp.ones(8))
     with pytest.raises(ValueError, match="params: expected the structure of the average"):
         averaged_params(state, start())
+
+
+@pytest.mark.parametrize("build", [optax.flatten, lambda tx: tx])
+def test_parameters_that_are_one_vector_are_averaged_in_flatten_or_not(build):
+    tx = build(with_tail_average(optax.sgd(0.1), 4))
+    params, state, history = train(tx, jnp.arange(3.0))
+    assert_close(averaged_params(state, params), expected(history, 4))
 
 
 def test_lookahead_is_averaged_from_outside():

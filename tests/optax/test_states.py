@@ -49,7 +49,7 @@ def test_optax_still_finds_the_count_of_others():
 
 
 def test_optax_maps_over_what_is_shaped_as_the_parameters():
-    tx = with_tail_average(optax.adam(0.1), 4)
+    tx = with_tail_average(optax.adam(0.1), 4, bundle=0)
     state = tx.init(start())
     mapped = optax.tree_utils.tree_map_params(
         tx, lambda _, label: label, state, LABELS, transform_non_params=lambda _: None
@@ -104,20 +104,22 @@ def test_a_run_resumed_from_a_checkpoint_is_the_unbroken_one_to_the_bit(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("rule", "compiled", "axis"),
+    ("rule", "compiled", "axis", "bundle"),
     [
-        (4, False, AxisType.Auto),
-        (Exponential(0.5), True, AxisType.Auto),
-        (0.5, False, AxisType.Explicit),
+        (4, False, AxisType.Auto, 0),
+        (Exponential(0.5), True, AxisType.Auto, 0),
+        (0.5, False, AxisType.Explicit, 0),
+        (4, False, AxisType.Auto, 100),
+        (Exponential(0.5), True, AxisType.Auto, 100),
     ],
 )
-def test_everything_is_sharded_as_the_parameters(rule, compiled, axis):
+def test_everything_is_sharded_as_the_parameters(rule, compiled, axis, bundle):
     mesh = jax.make_mesh((4,), ("x",), axis_types=(axis,))
     spec = {"kernel": PartitionSpec("x", None), "bias": PartitionSpec("x")}
     shardings = jax.tree.map(partial(NamedSharding, mesh), spec)
     params = {"kernel": jnp.arange(24.0).reshape(8, 3) + 1, "bias": jnp.arange(4.0) + 1}
     params = jax.device_put(params, shardings)
-    tx = with_tail_average(optax.adam(0.1), rule)
+    tx = with_tail_average(optax.adam(0.1), rule, bundle=bundle)
     state = (jax.jit(tx.init) if compiled else tx.init)(params)
 
     def check(params, state):
@@ -127,12 +129,16 @@ def test_everything_is_sharded_as_the_parameters(rule, compiled, axis):
 
         [tail] = tails(state)
         trees = params, tail.sums, averaged_params(state), averaged_params(state, params)
-        part = optax.masked(tail_average(4), {"kernel": False, "bias": True}).init(params)
+        part = tail_average(4, bundle=bundle)
+        part = optax.masked(part, {"kernel": False, "bias": True}).init(params)
         same(averaged_params(part, params)["kernel"], spec["kernel"])
         for name in spec:
             for tree in trees:
                 same(tree[name], spec[name])
-            same(tail.means[name], spec[name], [None])
+            if bundle:  # in one array, whole on every device
+                assert tail.means[name] is None
+            else:
+                same(tail.means[name], spec[name], [None])
 
     check(params, state)
     step = jax.jit(lambda *carry: gradient_step(tx, carry, 1.5), donate_argnums=(0, 1))

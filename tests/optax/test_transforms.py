@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType
 
 from optax_training import (
     KERNEL,
@@ -25,8 +26,9 @@ from tailavg import AnytimeWindow, Exponential
 from tailavg.optax import averaged_params, tail_average, with_tail_average
 
 
-def test_a_donated_step_trains_and_averages():
-    tx = with_tail_average(optax.adam(0.1), 0.3)
+@pytest.mark.parametrize("bundle", [0, 2, 100])
+def test_a_donated_step_trains_and_averages(bundle):
+    tx = with_tail_average(optax.adam(0.1), 0.3, bundle=bundle)
     step = jax.jit(lambda params, state, target: gradient_step(tx, (params, state), target))
     donated = jax.jit(step, donate_argnums=(0, 1))
     params, others = start(), start()
@@ -38,7 +40,7 @@ def test_a_donated_step_trains_and_averages():
         old = others, other
         others, other = donated(others, other, target)
         history.append(jax.tree.map(np.array, others))
-        arrays = old[0], old[1][0], old[1][1].sums, old[1][1].means
+        arrays = old[0], old[1][0], old[1][1].sums, old[1][1].means, old[1][1].bundles
         assert all(x.is_deleted() for x in jax.tree.leaves(arrays))
         assert_equal(others, params)
         assert_equal(read(other, others), read(state, params))
@@ -100,14 +102,23 @@ def test_models_in_a_batch_are_averaged_each():
     assert_close(got, expected(history, 4))
 
 
-def test_shapes_are_known_without_arrays():
-    tx = with_tail_average(optax.adam(0.1), AnytimeWindow(4, 5))
+@pytest.mark.parametrize(
+    ("options", "means", "bundles"),
+    [
+        ({}, [], [(5, 9), (9,)]),
+        ({"bundle": 2}, [(5, 3, 2)], [(5, 3), (3,)]),
+        ({"bundle": 0}, [(5, 2), (5, 3, 2), (5,)], []),
+    ],
+)
+def test_shapes_are_known_without_arrays(options, means, bundles):
+    tx = with_tail_average(optax.adam(0.1), AnytimeWindow(4, 5), **options)
     shapes = jax.eval_shape(tx.init, start())
     state = tx.init(start())
     assert jax.tree.structure(shapes) == jax.tree.structure(state)
     for shape, array in zip(*map(jax.tree.leaves, (shapes, state)), strict=True):
         assert (shape.shape, shape.dtype) == (array.shape, array.dtype)
-    assert [x.shape for x in jax.tree.leaves(shapes[1].means)] == [(5, 2), (5, 3, 2), (5,)]
+    assert [x.shape for x in jax.tree.leaves(shapes[1].means)] == means
+    assert [x.shape for x in jax.tree.leaves(shapes[1].bundles)] == bundles
     read = jax.eval_shape(averaged_params, shapes)
     assert jax.tree.map(jnp.shape, read) == jax.tree.map(jnp.shape, start())
 
@@ -136,9 +147,10 @@ def test_the_shapes_of_parameters_are_enough_to_begin(rule):
     tx.init(jax.ShapeDtypeStruct((), jnp.float32))
 
 
-def test_the_shapes_of_sharded_parameters_give_sharded_accumulators():
-    mesh = jax.make_mesh((len(jax.devices()),), ("x",))
+@pytest.mark.parametrize(("axis", "bundle"), [(AxisType.Explicit, 0), (AxisType.Auto, 100)])
+def test_the_shapes_of_sharded_parameters_give_sharded_accumulators(axis, bundle):
+    mesh = jax.make_mesh((len(jax.devices()),), ("x",), axis_types=(axis,))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
     shape = jax.ShapeDtypeStruct((8, 2), jnp.float32, sharding=sharding)
-    (total,) = jax.tree.leaves(tail_average(3).init(shape).sums)
+    (total,) = jax.tree.leaves(tail_average(3, bundle=bundle).init(shape).sums)
     assert total.sharding.is_equivalent_to(sharding, 2)
