@@ -28,8 +28,8 @@ from optax_training import (
     tails,
     train,
 )
-from tailavg import Exponential
-from tailavg.optax import averaged_params, tail_average, with_tail_average
+from tailavg import AnyTail, Exponential
+from tailavg.optax import averaged_params, evaluate_tails, tail_average, with_tail_average
 
 
 def test_optax_finds_what_it_looks_for():
@@ -159,3 +159,27 @@ def test_an_optimizer_of_nnx_is_read_as_it_is(monkeypatch, name):
     for params in (None, nnx.state(model, nnx.Param)):
         averaged = averaged_params(optimizer.opt_state, params)
         assert_equal(averaged["kernel"], model.kernel[...])
+
+
+def test_tails_in_an_optimizer_of_nnx_are_evaluated():
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    tx = with_tail_average(optax.adam(0.1), AnyTail())
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    inputs = jnp.arange(10.0).reshape(5, 2)
+
+    @nnx.jit(donate_argnames=("model", "optimizer"))
+    def step(model, optimizer):
+        optimizer.update(model, nnx.grad(lambda model: (model(inputs) ** 2).mean())(model))
+
+    def outputs(params, inputs):
+        return nnx.merge(graph, params)(inputs)
+
+    for _ in range(STEPS):
+        step(model, optimizer)
+    graph, params = nnx.split(model, nnx.Param)
+    got = evaluate_tails(outputs, optimizer.opt_state, [0.25, 1.0], inputs, params=params)
+    for window, output in zip([0.25, 1.0], got, strict=True):
+        averaged = nnx.clone(model)
+        nnx.update(averaged, averaged_params(optimizer.opt_state, params, window))
+        np.testing.assert_allclose(output, averaged(inputs), rtol=1e-5)
+    assert abs(got[0] - got[1]).max() > 0.1
