@@ -117,7 +117,6 @@ def averaged_params(
             state of an `nnx.Optimizer` is accepted too.
         params: The parameters. They give the dtypes of the result, and the values where there is no
             tail, as under `optax.masked`. Without them, dtypes are those of the accumulators.
-
         window: What to read an `AnyTail` with: see `tailavg.jax.value`. Of several tails, each is
             read with it.
 
