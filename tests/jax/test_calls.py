@@ -9,9 +9,9 @@ import pytest
 from jax import lax
 
 from cases import CAPPED, assert_close, samples, short
-from jax_trees import assert_same, few_rules, row, run, two_rules
+from jax_trees import assert_same, both_ways, few_rules, row, run, two_rules, window_for
 from model import averages, weight_matrix
-from tailavg import AnytimeWindow, Exponential, Fixed, Growing
+from tailavg import AnyTail, AnytimeWindow, Exponential, Fixed, Growing
 from tailavg.jax import tail_average, value
 
 
@@ -77,9 +77,10 @@ def test_shapes_are_known_without_computing(rule):
 
 
 @two_rules
-def test_a_batch_of_averages_is_one_average_each(rule):
+@both_ways
+def test_a_batch_of_averages_is_one_average_each(rule, bundle):
     batch = samples(60, (4, 3)).astype(np.float32)  # of steps, of averages
-    average = tail_average(rule)
+    average = tail_average(rule, bundle=bundle)
 
     def step(states, trees):
         states = jax.vmap(average.update)(states, trees)
@@ -92,9 +93,10 @@ def test_a_batch_of_averages_is_one_average_each(rule):
 
 
 @two_rules
-def test_averages_of_a_batch_may_be_at_different_steps(rule):
+@both_ways
+def test_averages_of_a_batch_may_be_at_different_steps(rule, bundle):
     """Some turn or fold while others do not."""
-    average = tail_average(rule)
+    average = tail_average(rule, bundle=bundle)
     ages = [0, 1, 9, 230]
     trees = [samples(age + 40, seed=age).astype(np.float32) for age in ages]
     states = [average.init(jnp.full(5, math.nan))] * 4
@@ -116,8 +118,9 @@ def test_averages_of_a_batch_may_be_at_different_steps(rule):
 
 
 @few_rules
-def test_the_gradient_of_a_value_is_the_weights(rule):
-    average = tail_average(rule, dtype=jnp.float64)
+@both_ways
+def test_the_gradient_of_a_value_is_the_weights(rule, bundle):
+    average = tail_average(rule, dtype=jnp.float64, bundle=bundle)
 
     def last(xs):
         state, _ = lax.scan(lambda s, x: (average.update(s, x), None), average.init(xs[0]), xs)
@@ -150,8 +153,9 @@ def test_an_average_is_hashed_and_compared_by_what_it_does():
 
 
 @few_rules
-def test_a_donated_state_is_used_up_and_nothing_else(rule):
-    average = tail_average(rule)
+@both_ways
+def test_a_donated_state_is_used_up_and_nothing_else(rule, bundle):
+    average = tail_average(rule, bundle=bundle)
     tree = {"w": jnp.ones((20, 30)), "n": jnp.arange(7), "k": jax.random.key(3)}
     update = jax.jit(average.update, donate_argnums=0)
     state = average.init(tree)
@@ -160,7 +164,7 @@ def test_a_donated_state_is_used_up_and_nothing_else(rule):
     for _ in range(3):
         before, state = state, update(state, tree)
         assert before.sums["w"].is_deleted()
-        assert before.means["w"].is_deleted()
+        assert all(x.is_deleted() for x in jax.tree.leaves((before.means, before.bundles)))
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((tree, old)))
     assert_same(old, kept)
     assert_same(average.value(state), kept)
@@ -168,9 +172,10 @@ def test_a_donated_state_is_used_up_and_nothing_else(rule):
 
 
 @few_rules
+@both_ways
 @pytest.mark.parametrize("jitted", [False, True])
-def test_no_array_is_shared_between_a_tree_a_state_and_a_value(rule, jitted):
-    average = tail_average(rule)
+def test_no_array_is_shared_between_a_tree_a_state_and_a_value(rule, bundle, jitted):
+    average = tail_average(rule, bundle=bundle)
     init, update = (jax.jit(f) if jitted else f for f in (average.init, average.update))
     read = jax.jit(value) if jitted else value
     tree = {"w": jnp.ones((20, 30)), "n": jnp.arange(7), "b": jnp.array(True), "s": jnp.array(1.0)}
@@ -245,6 +250,7 @@ large_rules = pytest.mark.parametrize(
         AnytimeWindow(10, 3),
         AnytimeWindow(CAPPED, 5, turns="paper"),
         Exponential(0.25),
+        AnyTail(6),
     ],
     ids=short,
 )
@@ -254,8 +260,9 @@ def assert_in_place(rule, tree):
     average = tail_average(rule)
     state = jax.eval_shape(average.init, tree)
     assert temporary(average.update, state, tree) < TINY
-    read = jax.jit(value).lower(state, tree).compile().memory_analysis()
-    assert read.temp_size_in_bytes < TINY
+    window = window_for(rule)
+    read = jax.jit(lambda *args: value(*args, window)).lower(state, tree).compile()
+    assert read.memory_analysis().temp_size_in_bytes < TINY
 
 
 @large_rules

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 from cases import anytime_windows, of_rules, turns_of, windows
+from jax_trees import both_ways
 from schedule import advance
 from tailavg import AnytimeWindow, Exponential, Fixed, Growing, TailAverage
 from tailavg.core.clock import starts_at
@@ -93,10 +94,8 @@ def check_blocks(rule, seen):
     """From the weights as they are: that they add up to 1, and to the promised size."""
     t, clock, _, (of_means, of_sum) = seen
     starts = clock.starts.astype(np.int64)
-    places = starts.shape[1]
     mean_sizes = np.diff(np.c_[starts, clock.folded])  # of the open block, the folded part
-    order = (clock.newest[:, None] + 1 + np.arange(places)) % places
-    of_means = np.take_along_axis(of_means.astype(float), order, axis=1)
+    of_means = np.take_along_axis(of_means.astype(float), clock.places, axis=1)
     rest, of_sum = t - clock.folded, of_sum.astype(float)
     assert (mean_sizes >= 0).all()
     assert (rest > 0).all()
@@ -241,10 +240,11 @@ SHORT = [
 
 
 @of_rules(SHORT)
-def test_the_weight_of_every_sample_is_that_of_numpy(rule):
+@both_ways
+def test_the_weight_of_every_sample_is_that_of_numpy(rule, bundle):
     """Of unit vectors, one for each step, the average has the weights as they really are."""
     steps, every = 1200, 60
-    average = tail_average(rule)
+    average = tail_average(rule, bundle=bundle)
 
     def some(state, t):
         state, _ = lax.scan(
@@ -307,11 +307,11 @@ LASTING = [
 ]
 
 
-def check_averages(rule, kinds):
+def check_averages(rule, bundle, kinds):
     """Each 500 steps, against float64."""
     names, samples = streams()
     samples = {kind: samples[kind] for kind in kinds}
-    average = tail_average(rule)
+    average = tail_average(rule, bundle=bundle)
 
     def some(state, xs):
         state, _ = lax.scan(lambda state, x: (average.update(state, x), None), state, xs)
@@ -329,13 +329,15 @@ def check_averages(rule, kinds):
 
 
 @of_rules(LASTING)
-def test_averages_of_a_long_window_are_those_of_float64(rule):
-    check_averages(rule, ["float32"])
+@both_ways
+def test_averages_of_a_long_window_are_those_of_float64(rule, bundle):
+    check_averages(rule, bundle, ["float32"])
 
 
 @of_rules([AnytimeWindow(250_000), Exponential(0.25)])
-def test_averages_of_16_bits_are_those_of_float64(rule):
-    check_averages(rule, ["float16", "bfloat16"])
+@both_ways
+def test_averages_of_16_bits_are_those_of_float64(rule, bundle):
+    check_averages(rule, bundle, ["float16", "bfloat16"])
 
 
 # Turns
@@ -438,6 +440,26 @@ def test_growth_keeps_its_digits_in_single_precision(window):
     capped = getattr(window, "at_most", None)
     sure = np.abs(window.size(STEPS_ASKED.astype(float)) - (capped or 0)) > 1
     np.testing.assert_allclose(growth[sure], expected[sure], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "window",
+    [Growing(0.07), Growing(0.3), Growing(1.0), Growing(0.3, 30_000_001), Growing(0.25, 2**27)],
+    ids=str,
+)
+def test_growth_keeps_its_digits_beyond_what_single_precision_can_count(window):
+    asked = traced(Exponential(window)).window
+    steps = np.r_[
+        2**24 : 2**24 + 50, 10**8 - 50 : 10**8 + 50, 10**9 : 10**9 + 50, 2**31 - 50 : 2**31 - 1
+    ]
+    if window.at_most:
+        capped = math.ceil(window.at_most / Fraction(str(window.c)))
+        steps = np.r_[steps, capped - 50 : capped + 50]
+    exact = [min(Fraction(str(window.c)) * t, window.at_most or t) for t in (steps - 1).tolist()]
+    after = [min(Fraction(str(window.c)) * t, window.at_most or t) for t in steps.tolist()]
+    expected = [float(b - a) for a, b in zip(exact, after, strict=True)]
+    growth = in_float32(lambda t: jnp.asarray(asked.growth(t)) + 0.0 * t, steps)
+    np.testing.assert_allclose(growth, expected, rtol=1e-6, atol=1e-7)
 
 
 def in_both_widths(function, *steps):

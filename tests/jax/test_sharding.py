@@ -9,7 +9,15 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from cases import assert_close, samples
-from jax_trees import assert_same, row, run, saved_by_orbax, two_rules
+from jax_trees import (
+    assert_same,
+    row,
+    rules_and_tails,
+    run,
+    saved_by_orbax,
+    two_rules,
+    window_for,
+)
 from model import averages, weight_matrix
 from tailavg.jax import tail_average, value
 
@@ -59,7 +67,7 @@ axis_types = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Expli
 @axis_types
 @pytest.mark.parametrize("jitted", [False, True])
 def test_accumulators_and_values_are_sharded_as_their_leaves(rule, axis_type, jitted):
-    average = tail_average(rule)
+    average = tail_average(rule, bundle=0)
     init, update, read = (
         jax.jit(f) if jitted else f for f in (average.init, average.update, average.value)
     )
@@ -74,10 +82,34 @@ def test_accumulators_and_values_are_sharded_as_their_leaves(rule, axis_type, ji
     assert_same(jax.device_get(read(state)), jax.device_get(read(unsharded)))
 
 
+@rules_and_tails
+@axis_types
+@pytest.mark.parametrize("jitted", [False, True])
+def test_sums_and_values_of_bundled_leaves_are_sharded_as_their_leaves(rule, axis_type, jitted):
+    average, window = tail_average(rule), window_for(rule)
+    init = jax.jit(average.init) if jitted else average.init
+    update = jax.jit(average.update, donate_argnums=0) if jitted else average.update
+    tree = sharded(axis_type, plain_tree())
+    state = init(tree)
+    history = []
+    for i in range(1, 30):
+        assert_sharded_alike(state.sums, tree)
+        state = update(state, sharded(axis_type, plain_tree(i)))
+        history.append(plain_tree(i))
+        got = average.value(state, window=window)
+        assert_sharded_alike(got, tree)
+    assert set(state.bundles) == {"float32"}
+    assert state.bundles["float32"].means.shape == (rule.accumulators, 8 + 24 + 3)
+    weights = average.weights(state, window)
+    for name in ("row", "column", "whole"):
+        assert_close(got[name], averages([weights], np.array([x[name] for x in history]))[0], 1e-6)
+    assert got["n"].tolist() == history[-1]["n"].tolist()
+
+
 @two_rules
 @axis_types
 def test_a_sharded_update_and_value_do_not_communicate(rule, axis_type):
-    average = tail_average(rule)
+    average = tail_average(rule, bundle=0)
     tree = sharded(axis_type, plain_tree())
     state = average.update(average.init(tree), tree)
     update = jax.jit(average.update, donate_argnums=0).lower(state, tree).compile()
@@ -86,16 +118,34 @@ def test_a_sharded_update_and_value_do_not_communicate(rule, axis_type):
         assert not re.search(COLLECTIVES, program.as_text())
 
 
-@two_rules
-def test_a_state_is_sharded_inside_a_mesh_that_is_set_and_in_shard_map(rule):
+@rules_and_tails
+@axis_types
+@pytest.mark.parametrize("jitted", [False, True])
+def test_bundled_leaves_communicate_only_when_they_are_folded(rule, axis_type, jitted):
     average = tail_average(rule)
+    tree = sharded(axis_type, plain_tree())
+    state = (jax.jit(average.init) if jitted else average.init)(tree)
+    state = average.update(state, tree)
+    text = jax.jit(average.update, donate_argnums=0).lower(state, tree).compile().as_text()
+    always = text[text.index("\nENTRY") :]
+    assert re.search(COLLECTIVES, text)  # in a branch
+    assert not re.search(COLLECTIVES, always)
+    assert "conditional(" in always
+
+
+@two_rules
+@pytest.mark.parametrize("bundle", [0, 100])
+def test_a_state_is_sharded_inside_a_mesh_that_is_set_and_in_shard_map(rule, bundle):
+    average = tail_average(rule, bundle=bundle)
     xs = samples(40, (8,)).astype(np.float32)
     expected = averages(weight_matrix(rule, 40), xs)[-1]
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
         trees = jax.device_put(xs, NamedSharding(mesh, PartitionSpec(None, "x")))
         state, _ = run(average, trees)
-        assert state.means.sharding.spec == PartitionSpec(None, "x")
+        assert state.sums.sharding.spec == PartitionSpec("x")
+        if not bundle:
+            assert state.means.sharding.spec == PartitionSpec(None, "x")
         assert_close(value(state), expected, 3e-6)
     mapped = jax.shard_map(
         lambda trees: value(run(average, trees)[0]),
@@ -126,7 +176,7 @@ def test_a_loaded_state_goes_on_where_its_leaves_are(rule, count):
 
 @two_rules
 def test_a_sharded_state_is_restored_sharded(rule, tmp_path):
-    average = tail_average(rule)
+    average = tail_average(rule, bundle=0)
     tree = sharded(AxisType.Auto, plain_tree())
     state = average.update(average.init(tree), tree)
     restored = saved_by_orbax(state, tmp_path)

@@ -6,10 +6,18 @@ import numpy as np
 import pytest
 
 from cases import samples, short
-from jax_trees import Pair, assert_same, row, saved_by_orbax, two_rules
+from jax_trees import (
+    Pair,
+    assert_same,
+    both_ways,
+    row,
+    rules_and_tails,
+    saved_by_orbax,
+    window_for,
+)
 from mutants import mutants, within
-from tailavg import AnytimeWindow, Exponential
-from tailavg.jax import TreeState, tail_average
+from tailavg import AnyTail, AnytimeWindow, Exponential
+from tailavg.jax import TreeState, tail_average, value
 
 
 @pytest.mark.parametrize("other", [AnytimeWindow(10, 4), Exponential(10)], ids=short)
@@ -23,6 +31,36 @@ def test_a_state_of_another_rule_is_refused(other):
         tail_average(10).update(tail_average(Exponential(10)).init(1.0), 1.0)
 
 
+@pytest.mark.parametrize(
+    ("rule", "other"),
+    [
+        (AnytimeWindow(10), AnytimeWindow(11)),
+        (AnytimeWindow(0.25), AnytimeWindow(0.25, turns="paper")),
+        (Exponential(10), Exponential(0.5)),
+        (AnyTail(6), AnyTail(6, 0.2)),
+    ],
+    ids=short,
+)
+def test_another_rule_with_as_many_accumulators_is_refused(rule, other):
+    """Outside jit at once. Inside, nothing is added, and the value is NaN until the right one."""
+    average, wrong, window = tail_average(rule), tail_average(other), window_for(rule)
+    state = average.init({"w": jnp.zeros(3), "n": 1})
+    for i in range(5):
+        state = average.update(state, {"w": jnp.full(3, i, jnp.float32), "n": i})
+    with pytest.raises(ValueError, match=r"state: expected one of .*, got a Traced.* of another"):
+        wrong.update(state, {"w": jnp.ones(3), "n": 7})
+    refused = jax.jit(wrong.update)(state, {"w": jnp.ones(3), "n": 7})
+    assert np.isnan(refused.size)
+    assert refused.updates == 5
+    read = jax.jit(lambda state: value(state, window=window))
+    assert np.isnan(read(refused)["w"]).all()
+    with pytest.raises(ValueError, match="state: expected one that was updated by the rule"):
+        value(refused, window=window)
+    again = jax.jit(average.update)(refused, {"w": jnp.full(3, 5.0), "n": 5})
+    assert_same(again, jax.jit(average.update)(state, {"w": jnp.full(3, 5.0), "n": 5}))
+    assert np.isfinite(read(again)["w"]).all()
+
+
 def saved_by_numpy(state, path):
     leaves, structure = jax.tree.flatten(state)
     np.savez(path / "state.npz", *leaves)
@@ -30,10 +68,11 @@ def saved_by_numpy(state, path):
         return structure.unflatten([file[name] for name in file.files])
 
 
-@two_rules
+@rules_and_tails
+@both_ways
 @pytest.mark.parametrize("save", [saved_by_orbax, saved_by_numpy])
-def test_a_restored_run_is_the_unbroken_one_to_the_bit(rule, save, tmp_path):
-    average = tail_average(rule)
+def test_a_restored_run_is_the_unbroken_one_to_the_bit(rule, bundle, save, tmp_path):
+    average, window = tail_average(rule, bundle=bundle), window_for(rule)
     trees = {
         "w": samples(80, (2, 3)).astype(np.float32),
         "pair": Pair(samples(80, ()).astype(np.float32), np.arange(80)),
@@ -50,10 +89,12 @@ def test_a_restored_run_is_the_unbroken_one_to_the_bit(rule, save, tmp_path):
         if i >= 37:
             resumed = update(resumed, row(trees, i))
     assert_same(resumed, whole)
-    assert_same(average.value(resumed), average.value(whole))
+    assert_same(average.value(resumed, window=window), average.value(whole, window=window))
 
 
-@pytest.mark.parametrize("rule", [AnytimeWindow(6), AnytimeWindow(0.25, 4), Exponential(0.25)])
+@pytest.mark.parametrize(
+    "rule", [AnytimeWindow(6), AnytimeWindow(0.25, 4), Exponential(0.25), AnyTail(6)], ids=short
+)
 def test_a_mutated_state_is_refused_or_works(rule):
     average, tree = tail_average(rule), {"a": jnp.zeros(2), "b": jnp.zeros(())}
     state = average.init(tree)
@@ -67,5 +108,6 @@ def test_a_mutated_state_is_refused_or_works(rule):
         except ValueError:
             refused += 1
         else:
-            within(lambda: average.value(average.update(loaded, tree)), seconds=10)  # noqa: B023
+            read = lambda: average.value(average.update(loaded, tree), window=window_for(rule))  # noqa: B023, E731
+            within(read, seconds=10)
     assert refused > 30

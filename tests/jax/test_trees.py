@@ -8,10 +8,17 @@ import numpy as np
 import pytest
 
 from cases import assert_close
-from jax_trees import Pair, assert_same, two_rules
+from jax_trees import Pair, assert_same, both_ways, two_rules
 from model import weight_matrix
 from tailavg import AnyTail, ExactWindow, Exponential, RawTail
-from tailavg.jax import TracedBlocks, TracedDecay, TreeState, tail_average, value
+from tailavg.jax import (
+    TracedBlocks,
+    TracedDecay,
+    TracedTails,
+    TreeState,
+    tail_average,
+    value,
+)
 
 # Trees
 
@@ -36,8 +43,9 @@ def tree_at(i):
 
 
 @two_rules
-def test_trees_may_have_any_nodes_and_leaves(rule):
-    average = tail_average(rule)
+@both_ways
+def test_trees_may_have_any_nodes_and_leaves(rule, bundle):
+    average = tail_average(rule, bundle=bundle)
     update = jax.jit(average.update, donate_argnums=0)
     state = average.init(tree_at(0))
     for i in range(1, 31):
@@ -59,8 +67,26 @@ def test_trees_may_have_any_nodes_and_leaves(rule):
         assert jax.tree.leaves(state.means[name]) == []
     assert got["empty"].shape == (0, 4)
     places = rule.accumulators
-    assert state.means["list"][0].shape == (places, 2, 3)
-    assert state.means["empty"].shape == (places, 0, 4)
+    if bundle:
+        assert jax.tree.leaves(state.means) == []
+        shapes = {name: held.means.shape for name, held in state.bundles.items()}
+        assert shapes == {"float32": (places, 6 + 2 + 1 + 3 + 1), "complex64": (places, 2)}
+    else:
+        assert state.means["list"][0].shape == (places, 2, 3)
+        assert state.means["empty"].shape == (places, 0, 4)
+        assert state.bundles == {}
+
+
+@two_rules
+def test_leaves_of_up_to_so_many_numbers_are_bundled(rule):
+    average = tail_average(rule, bundle=6)
+    tree = {"six": jnp.ones((2, 3)), "seven": jnp.ones(7), "one": 1.0, "n": jnp.arange(3)}
+    state = average.init(tree)
+    places = rule.accumulators
+    means = {"n": None, "one": None, "seven": (places, 7), "six": None}
+    assert {name: x if x is None else x.shape for name, x in state.means.items()} == means
+    assert state.bundles["float32"].means.shape == (places, 7)
+    assert state.bundles["float32"].errors.shape == (7,)
 
 
 @two_rules
@@ -115,9 +141,10 @@ def test_whole_numbers_and_narrow_floats_are_taken_for_a_floating_leaf(rule):
 
 def test_parts_of_a_state_are_named():
     state = tail_average(10).init(1.0)
-    assert state._fields == ("updates", "size", "clock", "sums", "means")
+    assert state._fields == ("updates", "size", "rule", "clock", "sums", "means", "bundles")
     assert isinstance(state.clock, TracedBlocks)
     assert isinstance(tail_average(Exponential(10)).init(1.0).clock, TracedDecay)
+    assert isinstance(tail_average(AnyTail()).init(1.0).clock, TracedTails)
 
 
 # Refusals
@@ -125,13 +152,21 @@ def test_parts_of_a_state_are_named():
 
 @pytest.mark.parametrize(
     "rule",
-    [AnyTail(), ExactWindow(10), RawTail(0.25, total=100)],
+    [ExactWindow(10), RawTail(0.25, total=100)],
     ids=lambda rule: type(rule).__name__,
 )
 def test_other_rules_are_refused(rule):
-    message = rf"rule: expected an AnytimeWindow or an Exponential, got {type(rule).__name__}"
+    message = (
+        rf"rule: expected an AnytimeWindow, an Exponential or an AnyTail, got {type(rule).__name__}"
+    )
     with pytest.raises(TypeError, match=message):
         tail_average(rule)
+
+
+@pytest.mark.parametrize("bad", [-1, 1.5, True, None], ids=repr)
+def test_a_bad_bundle_is_refused(bad):
+    with pytest.raises((ValueError, TypeError), match=r"bundle: expected an int >= 0, got"):
+        tail_average(10, bundle=bad)
 
 
 @pytest.mark.parametrize("bad", [0, 1.5, True, "0.5", None], ids=repr)

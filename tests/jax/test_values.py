@@ -12,7 +12,7 @@ from jax import lax
 
 import cases
 from cases import CAPPED, anytime_windows, assert_close, samples, short, windows
-from jax_trees import assert_same, few_rules, run
+from jax_trees import assert_same, both_ways, few_rules, run
 from model import Blocks, averages, weight_matrix
 from schedule import advance
 from tailavg import AnytimeWindow, Exponential, Growing, Profile, TailAverage
@@ -29,10 +29,11 @@ drawn_rules = st.one_of(anytime_windows, st.builds(Exponential, windows))
 
 
 @every_rule
-def test_values_are_those_of_the_dense_weights_and_of_numpy_at_every_step(rule):
+@both_ways
+def test_values_are_those_of_the_dense_weights_and_of_numpy_at_every_step(rule, bundle):
     xs = samples()
     with jax.enable_x64(True):
-        _, (values, _, sizes) = run(tail_average(rule, dtype=jnp.float64), xs)
+        _, (values, _, sizes) = run(tail_average(rule, dtype=jnp.float64, bundle=bundle), xs)
         assert values.dtype == sizes.dtype == np.float64
         assert_close(values, averages(weight_matrix(rule, STEPS), xs), 1e-12)
         assert_close(values, TailAverage(rule).scan(xs), 1e-12)
@@ -68,10 +69,11 @@ def test_blocks_turn_on_the_very_sample_where_numpy_turns(rule):
     [AnytimeWindow(700, 4), AnytimeWindow(1.0, 2), AnytimeWindow(0.9), Exponential(700)],
     ids=short,
 )
-def test_values_hold_over_several_folds(rule):
+@both_ways
+def test_values_hold_over_several_folds(rule, bundle):
     xs = samples(2500, ())
     with jax.enable_x64(True):
-        _, (values, _, _) = run(tail_average(rule, dtype=jnp.float64), xs)
+        _, (values, _, _) = run(tail_average(rule, dtype=jnp.float64, bundle=bundle), xs)
         assert_close(values, TailAverage(rule).scan(xs), 1e-12)
 
 
@@ -81,7 +83,7 @@ def test_wide_accumulators_take_narrow_leaves(rule):
     with jax.enable_x64(True):
         average = tail_average(rule, dtype=jnp.float64)
         state, (values, _, _) = run(average, {"w": xs})
-        assert state.sums["w"].dtype == state.means["w"].dtype == np.float64
+        assert state.sums["w"].dtype == state.bundles["float64"].means.dtype == np.float64
         assert_close(values["w"], averages(weight_matrix(rule, STEPS), xs), 1e-12)
         assert average.value(state, like={"w": jnp.asarray(xs[0])})["w"].dtype == np.float32
 
@@ -91,7 +93,8 @@ def test_narrow_accumulators_take_wide_leaves(rule):
     xs = samples()
     with jax.enable_x64(True):
         state, (values, _, _) = run(tail_average(rule), {"w": xs})
-        assert state.sums["w"].dtype == state.means["w"].dtype == values["w"].dtype == np.float32
+        assert state.sums["w"].dtype == values["w"].dtype == np.float32
+        assert state.bundles["float32"].means.dtype == np.float32
         assert_close(values["w"], averages(weight_matrix(rule, STEPS), xs), 3e-6)
 
 
@@ -99,9 +102,11 @@ def test_narrow_accumulators_take_wide_leaves(rule):
 
 
 @every_rule
-def test_single_precision_weighs_samples_as_the_dense_weights_do(rule):
+@both_ways
+def test_single_precision_weighs_samples_as_the_dense_weights_do(rule, bundle):
     """The samples are the rows of the identity: the average is the weights themselves."""
-    _, (weights, _, sizes) = run(tail_average(rule), np.eye(STEPS, dtype=np.float32))
+    average = tail_average(rule, bundle=bundle)
+    _, (weights, _, sizes) = run(average, np.eye(STEPS, dtype=np.float32))
     assert weights.dtype == sizes.dtype == np.float32
     weights = np.asarray(weights, np.float64)
     expected = weight_matrix(rule, STEPS)
@@ -181,7 +186,8 @@ def test_single_precision_has_the_decay_after_ten_million_steps(window):
 
 
 @every_rule
-def test_nan_and_infinity_last_as_long_as_they_have_a_weight(rule):
+@both_ways
+def test_nan_and_infinity_last_as_long_as_they_have_a_weight(rule, bundle):
     """And no longer: a place in memory is overwritten when it is used again."""
     xs = samples()
     xs[[3, 47, 330], 0] = math.nan
@@ -193,7 +199,7 @@ def test_nan_and_infinity_last_as_long_as_they_have_a_weight(rule):
         expected = averages(weight_matrix(rule, STEPS), xs)
         numpy = TailAverage(rule).scan(xs)
     with jax.enable_x64(True):
-        average = tail_average(rule, dtype=jnp.float64)
+        average = tail_average(rule, dtype=jnp.float64, bundle=bundle)
         _, (values, _, _) = run(average, xs, average.init(jnp.zeros(5)))
         assert_close(values, expected, 1e-12)
         assert_close(values, numpy, 1e-12)
@@ -219,9 +225,10 @@ def test_nan_and_infinity_leave_a_batch_and_single_precision_too(rule):
 
 
 @few_rules
+@both_ways
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_was_given_to_init_is_forgotten_at_the_first_update(rule, bad):
-    average = tail_average(rule)
+def test_what_was_given_to_init_is_forgotten_at_the_first_update(rule, bundle, bad):
+    average = tail_average(rule, bundle=bundle)
     xs = samples().astype(np.float32)
     clean, (expected, _, _) = run(average, xs, average.init(jnp.zeros(5)))
     dirty, (values, _, _) = run(average, xs, average.init(jnp.full(5, bad)))
@@ -230,8 +237,9 @@ def test_what_was_given_to_init_is_forgotten_at_the_first_update(rule, bad):
 
 
 @few_rules
-def test_an_average_makes_no_nan_of_its_own(rule):
-    average = tail_average(rule)
+@both_ways
+def test_an_average_makes_no_nan_of_its_own(rule, bundle):
+    average = tail_average(rule, bundle=bundle)
     state = average.init(jnp.ones(2))
     with jax.debug_nans(True):
         for _ in range(12):

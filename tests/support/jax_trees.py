@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 from cases import CAPPED, short
-from tailavg import AnytimeWindow, Exponential
+from tailavg import AnyTail, AnytimeWindow, Exponential
 
 FEW = [
     AnytimeWindow(10),
@@ -24,6 +24,13 @@ TWO = [AnytimeWindow(0.3), Exponential(10)]
 Pair = namedtuple("Pair", "first second")
 few_rules = pytest.mark.parametrize("rule", FEW, ids=short)
 two_rules = pytest.mark.parametrize("rule", TWO, ids=short)
+both_ways = pytest.mark.parametrize("bundle", [0, 16_384], ids=["alone", "bundled"])
+rules_and_tails = pytest.mark.parametrize("rule", [*TWO, AnyTail(6, 0.3)], ids=short)
+
+
+def window_for(rule):
+    """What to read an average of this rule with."""
+    return 0.5 if isinstance(rule, AnyTail) else None
 
 
 def row(trees, i):
@@ -32,7 +39,6 @@ def row(trees, i):
 
 def run(average, trees, state=None):
     """Update with each of the stacked trees: the last state, and all values, clocks and sizes."""
-
     trees = jax.tree.map(jnp.asarray, trees)
     return scanned(average, average.init(row(trees, 0)) if state is None else state, trees)
 

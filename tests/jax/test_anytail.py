@@ -1,0 +1,353 @@
+"""Every tail at once in JAX, against the slow model and against NumPy."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from anytails import TAILS, Tails, every_tail
+from cases import assert_close, samples, short
+from jax_trees import assert_same, both_ways
+from tailavg import AnyTail, Decay, Fixed, Growing, TailAverage
+from tailavg.core.clock import BlockClock, starts_at
+from tailavg.jax import evaluate_tails, tail_average, value
+from tailavg.jax.clock import traced
+
+STEPS = 600
+
+
+def run(average, xs, reads):
+    """The clocks after each sample, and what was read then."""
+
+    def step(state, x):
+        state = average.update(state, x)
+        return state, (state.clock, [read(state) for read in reads])
+
+    return jax.jit(lambda state, xs: lax.scan(step, state, xs))(average.init(xs[0]), xs)
+
+
+def allowed(rule):
+    return [c for c in (rule.shortest, 0.5, 0.7, 1.0) if c >= rule.shortest]
+
+
+@every_tail
+@both_ways
+def test_every_window_is_that_of_the_slow_model_and_of_numpy_at_every_step(rule, bundle):
+    xs, windows = samples(STEPS, (3,)), allowed(rule)
+    with jax.enable_x64(True):
+        average = tail_average(rule, dtype=jnp.float64, bundle=bundle)
+        reads = [lambda state, c=c: value(state, window=c) for c in windows]
+        _, (clocks, values) = run(average, jnp.asarray(xs), reads)
+        starts = np.asarray(clocks.starts)
+    slow, numpy = Tails(rule), TailAverage(rule)
+    for t in range(STEPS):
+        slow.add()
+        numpy.update(xs[t])
+        assert sorted(set(starts[t].tolist())) == slow.starts() == numpy.state_dict()["starts"]
+        if t % 7 == 0 or t > STEPS - 5:
+            for found, window in zip(values, windows, strict=True):
+                assert_close(found[t], slow.of(window) @ xs[: t + 1], 1e-12)
+    for found, window in zip(values, windows, strict=True):
+        assert_close(found, TailAverage(rule).scan(xs, [window])[:, 0], 1e-12)
+
+
+def turns_of(rule, steps):
+    """When blocks are opened, and what they are then, from the scalars alone."""
+    average = tail_average(rule)
+
+    def step(state, _):
+        state = average.update(state, {})
+        return state, state.clock.starts
+
+    _, starts = jax.jit(lambda s: lax.scan(step, s, None, length=steps))(average.init({}))
+    starts = np.asarray(starts)
+    return starts[np.r_[True, np.diff(starts[:, -1]) > 0]]
+
+
+@pytest.mark.parametrize(
+    "rule", [*TAILS[:4], AnyTail(6, 0.0123456789), AnyTail(25, 0.1)], ids=short
+)
+def test_blocks_are_merged_where_numpy_merges_them(rule):
+    steps = 300_000
+    core = BlockClock(rule)
+    for starts in turns_of(rule, steps):
+        core.advance(int(starts[-1]) + 1)
+        assert starts.tolist() == core.blocks
+
+
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("t", [10**6, 2**24 + 3, 10**9, 2**31 - 5000])
+def test_blocks_are_merged_late_in_a_stream_as_well(t, x64):
+    """Near the last step that 32 bits can count, and beyond with 64."""
+    rule = AnyTail(8)
+    if x64:
+        t *= 1000
+    with jax.enable_x64(x64):
+        average = tail_average(rule, dtype="float64" if x64 else "float32")
+        core = BlockClock(rule)
+        core.advance(t)
+        ends = starts_at(rule, t)
+        saved = TailAverage(rule, dtype=average.dtype.name).state_dict() | {
+            "scalar": False,
+            "count": t,
+            "starts": ends,
+            "blocks": np.arange(len(ends) * 2, dtype=average.dtype).reshape(-1, 2),
+            "folded": t,
+            "partial": np.zeros(2, average.dtype),
+        }
+        state = average.from_state_dict(saved, jnp.zeros(2))
+        steps = min(core.closes - t + 3, 3000)
+        state = jax.jit(
+            lambda state: lax.fori_loop(
+                0, steps, lambda _, s: average.update(s, jnp.ones(2)), state
+            )
+        )(state)
+        core.advance(t + steps)
+        assert state.clock.starts.tolist() == core.blocks
+        assert int(state.updates) == t + steps
+        got = average.value(state, window=0.4)
+        assert np.isfinite(got).all()
+
+
+@pytest.mark.parametrize("rule", [AnyTail(), AnyTail(6, 0.5)], ids=short)
+@both_ways
+def test_single_precision_weighs_samples_as_the_slow_model_does(rule, bundle):
+    """The samples are the rows of the identity: the average is the weights themselves."""
+    average = tail_average(rule, bundle=bundle)
+    reads = [lambda state, c=c: value(state, window=c) for c in (0.5, 1.0)]
+    _, (_, values) = run(average, jnp.eye(STEPS), reads)
+    slow = Tails(rule)
+    for t in range(STEPS):
+        slow.add()
+        for found, window in zip(values, (0.5, 1.0), strict=True):
+            weights = np.asarray(found[t], float)
+            np.testing.assert_allclose(weights[: t + 1], slow.of(window), rtol=1e-5, atol=2e-7)
+            assert not weights[t + 1 :].any()
+
+
+@both_ways
+def test_a_long_run_in_single_precision_is_near_that_of_float64(bundle):
+    rule, steps = AnyTail(), 200_000
+    rng = np.random.default_rng(0)
+    xs = np.stack([1 + np.arange(steps) / steps, 1 + rng.random(steps)], axis=1)
+    average = tail_average(rule, bundle=bundle)
+    update = jax.jit(lambda s, xs: lax.scan(lambda s, x: (average.update(s, x), None), s, xs)[0])
+    state = update(average.init(jnp.zeros(2)), jnp.asarray(xs, jnp.float32))
+    numpy = TailAverage(rule)
+    numpy.update_many(xs.astype(np.float32).astype(float))
+    for window in (0.1, 0.25, 1.0):
+        np.testing.assert_allclose(value(state, window=window), numpy.value(window), rtol=3e-6)
+
+
+# Windows
+
+
+@pytest.fixture(scope="module")
+def filled():
+    """An average of a thousand samples, in JAX and in NumPy."""
+    xs = samples(1000, (4,)).astype(np.float32)
+    average, numpy = tail_average(AnyTail(8)), TailAverage(AnyTail(8))
+    state, _ = lax.scan(lambda s, x: (average.update(s, x), None), average.init(xs[0]), xs)
+    numpy.update_many(xs.astype(float))
+    return average, state, numpy
+
+
+READINGS = [
+    0.1,
+    0.3,
+    1.0,
+    250,
+    1000,
+    5000,
+    Fixed(300),
+    Growing(0.9, at_most=400),
+    Decay(0.5, "linear"),
+    Decay(0.3, "cosine"),
+    Decay(700, "1-sqrt"),
+    Decay(0.4, lambda u: (1 - u) ** 2),
+]
+
+
+@pytest.mark.parametrize("window", READINGS, ids=str)
+def test_windows_and_decays_are_read_as_numpy_reads_them(filled, window):
+    average, state, numpy = filled
+    expected = numpy.value(window)
+    for got in (
+        average.value(state, window=window),
+        value(state, None, window),
+        jax.jit(lambda state: value(state, window=window))(state),
+    ):
+        assert_close(got, expected, 3e-6)
+    np.testing.assert_array_equal(average.weights(state, window), numpy.weights(window))
+    assert average.profile(state, window) == numpy.profile(window)
+    assert average.size(state, window) == pytest.approx(numpy.profile(window).size, rel=1e-6)
+
+
+@pytest.mark.parametrize("window", [0.1, 0.3, 0.07 * 10, 1.0, 250, 1000, 5000], ids=str)
+def test_a_window_may_be_traced(filled, window):
+    average, state, numpy = filled
+    expected = numpy.value(window)
+    read = jax.jit(lambda state, window: value(state, window=window))
+    for asked in (jnp.asarray(window), np.array(window)):
+        assert_close(read(state, asked), expected, 3e-6)
+        assert_close(average.value(state, window=asked), expected, 3e-6)
+
+
+@pytest.mark.parametrize("window", [0.05, 0.0, -1.0, 1.5, math.nan, 99, 0, -3], ids=str)
+def test_a_traced_window_that_is_not_allowed_is_nan(filled, window):
+    _, state, _ = filled
+    read = jax.jit(lambda state, window: value(state, window=window))
+    assert np.isnan(read(state, jnp.asarray(window))).all()
+
+
+def test_windows_that_are_not_allowed_are_refused_where_that_is_known(filled):
+    average, state, _ = filled
+    for window in (0.05, 99, Decay(0.05, "cosine")):
+        with pytest.raises(ValueError, match=r"window: expected .* at least 100 of the 1000 "):
+            average.value(state, window=window)
+    for window in (0, 1.5, "0.3"):
+        with pytest.raises((ValueError, TypeError), match="window: expected"):
+            average.value(state, window=window)
+    with pytest.raises(TypeError, match="window: expected an array of whole or real numbers"):
+        average.value(state, window=jnp.array(True))
+    for read in (average.value, average.size, jax.jit(value)):
+        with pytest.raises(ValueError, match="window: expected one, since AnyTail has none"):
+            read(state)
+    for read in (average.weights, average.profile):
+        with pytest.raises(ValueError, match="since AnyTail has none of its own"):
+            read(state)
+    own = tail_average(10)
+    with pytest.raises(ValueError, match="window: expected none, since this average has its own"):
+        own.value(own.init(1.0), window=0.5)
+
+
+def test_a_decay_that_cannot_be_traced_says_so(filled):
+    _, state, _ = filled
+    decay = Decay(0.4, lambda u: 1 - math.sqrt(u))
+    with pytest.raises(jax.errors.TracerArrayConversionError | jax.errors.ConcretizationTypeError):
+        value(state, window=decay)
+
+
+def test_a_tail_that_would_turn_too_often_is_refused():
+    average = tail_average(AnyTail(6, 1e-6))
+    with pytest.raises(ValueError, match="rule: expected an AnyTail that merges at most 50000"):
+        average.update(average.init(1.0), 1.0)
+
+
+# Several windows in one program
+
+
+@pytest.mark.parametrize(
+    "windows",
+    [[0.1, 0.5, Decay(0.3, "cosine"), 700], np.array([0.1, 0.5, 1.0]), jnp.array([200, 300])],
+    ids=["mixed", "fractions", "counts"],
+)
+def test_a_function_is_evaluated_on_each_tail(filled, windows):
+    _, state, numpy = filled
+    target = np.arange(4.0)
+
+    def loss(mean, target, power):
+        assert mean.dtype == jnp.float16
+        return {"loss": (abs(mean - target) ** power).sum(), "first": mean[0]}
+
+    like = jnp.zeros(4, jnp.float16)
+    got = evaluate_tails(loss, state, windows, target, 2, like=like)
+    plain = windows.tolist() if not isinstance(windows, list) else windows
+    means = np.array([numpy.value(window) for window in plain])
+    np.testing.assert_allclose(got["first"], means[:, 0], atol=2e-3)
+    np.testing.assert_allclose(got["loss"], ((means - target) ** 2).sum(axis=1), rtol=5e-3)
+
+
+def test_no_more_than_one_average_is_held():
+    average = tail_average(AnyTail(6), bundle=0)
+    tree = {"w": jax.ShapeDtypeStruct((1000, 1000), jnp.float32)}
+    state = jax.eval_shape(average.init, tree)
+
+    def many(state):
+        return evaluate_tails(lambda mean: mean["w"].sum(), state, [0.1 * i for i in range(1, 11)])
+
+    memory = jax.jit(many).lower(state).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 1.5 * 4e6
+    assert memory.output_size_in_bytes == 40
+
+
+def test_a_function_is_traced_once(filled):
+    _, state, _ = filled
+    calls = []
+
+    def loss(mean):
+        calls.append(1)
+        return mean.sum()
+
+    for windows in ([0.1, 0.5], [0.3, Decay(0.5, "cosine")], jnp.array([0.2, 1.0])):
+        evaluate_tails(loss, state, windows)
+    assert len(calls) == 1
+    with pytest.raises(ValueError, match="windows: expected at least one, got none"):
+        evaluate_tails(loss, state, [])
+
+
+# Batches and gradients
+
+
+def test_tails_of_a_batch_may_be_at_different_steps():
+    average = tail_average(AnyTail(6))
+    ages, steps = [3, 90, 400], 60
+    streams = [samples(age + steps, (2,), seed=age).astype(np.float32) for age in ages]
+    states = []
+    for xs, age in zip(streams, ages, strict=True):
+        state, _ = lax.scan(
+            lambda s, x: (average.update(s, x), None), average.init(xs[0]), xs[:age]
+        )
+        states.append(state)
+    states = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+    batch = jnp.asarray(np.stack([xs[-steps:] for xs in streams], axis=1))
+    states, _ = jax.jit(
+        lambda s, xs: lax.scan(lambda s, x: (jax.vmap(average.update)(s, x), None), s, xs)
+    )(states, batch)
+    got = jax.vmap(lambda state: value(state, window=0.5))(states)
+    for xs, found in zip(streams, got, strict=True):
+        numpy = TailAverage(AnyTail(6))
+        numpy.update_many(xs.astype(float))
+        assert_close(found, numpy.value(0.5), 3e-6)
+
+
+@both_ways
+def test_the_gradient_of_a_value_is_the_weights(bundle):
+    average = tail_average(AnyTail(6), dtype=jnp.float64, bundle=bundle)
+
+    def last(xs):
+        state, _ = lax.scan(lambda s, x: (average.update(s, x), None), average.init(xs[0]), xs)
+        return value(state, window=0.3)
+
+    with jax.enable_x64(True):
+        gradient = jax.jit(jax.grad(last))(jnp.asarray(samples(280, ())))
+        slow = Tails(AnyTail(6))
+        for _ in range(280):
+            slow.add()
+        np.testing.assert_allclose(gradient, slow.of(0.3), rtol=1e-9, atol=1e-14)
+
+
+def test_nan_leaves_a_window_with_its_block():
+    xs = samples(STEPS, (2,))
+    xs[100] = math.nan, math.inf
+    rule = AnyTail(8)
+    with jax.enable_x64(True):
+        average = tail_average(rule, dtype=jnp.float64)
+        _, (_, [values]) = run(average, jnp.asarray(xs), [lambda state: value(state, window=0.3)])
+    with np.errstate(invalid="ignore"):
+        expected = TailAverage(rule).scan(xs, [0.3])[:, 0]
+    assert np.isnan(expected[:, 0]).any()
+    assert np.isfinite(expected[-1]).all()
+    assert_close(values, expected, 1e-12)
+
+
+def test_the_rule_of_a_traced_tail_is_the_same():
+    assert traced(AnyTail(8, 0.2)).accumulators == 8
+    average = tail_average(AnyTail(8))
+    tree = {"w": jnp.arange(3.0)}
+    state = average.init(tree)
+    assert_same(average.value(state, window=0.5), tree)  # before the first update
+    assert state.size == pytest.approx(0.1)
