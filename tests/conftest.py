@@ -12,7 +12,7 @@ pytest.register_assert_rewrite(*(path.stem for path in SUPPORT.glob("*.py")))
 
 # before JAX starts: several devices, to shard arrays over
 os.environ["XLA_FLAGS"] = (
-    f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("KERAS_BACKEND", "torch")  # tests/keras/test_jax.py has the other one

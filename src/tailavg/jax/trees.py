@@ -126,7 +126,7 @@ class TreeAverage:
         return jnp.array(leaf, jnp.promote_types(self.dtype, wide), copy=True)
 
     def _bundled(self, leaf: Array) -> bool:
-        return _averaged(leaf) and leaf.size <= self.bundle
+        return _averaged(leaf) and 0 < self.bundle >= leaf.size
 
     def _stacked(self, leaf: Array) -> Array:
         """Means, of what they do not matter yet: not zeros, which would not be sharded alike."""
@@ -572,16 +572,26 @@ def _averages(state: TreeState, like: Tree, weights: Weights) -> Tree:
     wanted, sums, means, structure = _aligned(state.sums if like is None else like, state, "like")
     of_means, of_sum = weights
     large, small = _parted(sums, means)
-    new = [jnp.copy(total) for total in sums]  # those that are not averaged
-    for i in large:
-        new[i] = combined(of_means, means[i], of_sum, sums[i])
-    for name, group in small.items():
-        rows = _cut(combined(of_means, state.bundles[name].means), [sums[i].shape for i in group])
-        for i, row in zip(group, rows, strict=True):
-            new[i] = row + weighed(of_sum, sums[i])
-    return structure.unflatten(
-        [found.astype(leaf.dtype) for found, leaf in zip(new, wanted, strict=True)]
-    )
+    averaged = [*large, *(i for group in small.values() for i in group)]
+
+    def average() -> list[Array]:
+        found = [combined(of_means, means[i], of_sum, sums[i]) for i in large]
+        for name, group in small.items():
+            shapes = [sums[i].shape for i in group]
+            rows = _cut(combined(of_means, state.bundles[name].means), shapes)
+            found += [row + weighed(of_sum, sums[i]) for i, row in zip(group, rows, strict=True)]
+        return [x.astype(wanted[i].dtype) for i, x in zip(averaged, found, strict=True)]
+
+    def nothing() -> list[Array]:
+        return [lax.full_like(sums[i], jnp.nan, wanted[i].dtype) for i in averaged]
+
+    # As a branch, it is computed by itself. Within what is done with it, XLA on a CPU would hold
+    # each term of an average in an array of its own, and take up to 20 times as long.
+    found = lax.cond(jnp.isnan(of_sum), nothing, average)
+    new = [total if _averaged(total) else jnp.copy(total) for total in sums]
+    for i, x in zip(averaged, found, strict=True):
+        new[i] = x
+    return structure.unflatten(new)
 
 
 def _parted(sums: Sequence[Any], means: Sequence[Any]) -> tuple[list[int], dict[str, list[int]]]:
