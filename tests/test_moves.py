@@ -17,7 +17,7 @@ from torch import nn
 
 from cases import CAPPED, of_rules, samples, turns_of
 from schedule import advance
-from tailavg import AnytimeWindow, Exponential, Growing, RawTail, TailAverage
+from tailavg import AnyTail, AnytimeWindow, Exponential, Growing, RawTail, TailAverage
 from tailavg.core.state import state as layout
 from tailavg.jax import tail_average
 from tailavg.torch import ParameterAverage
@@ -35,7 +35,14 @@ RULES = [
     Exponential(0.25),
     Exponential(1.0),
     Exponential(CAPPED),
+    AnyTail(6),
+    AnyTail(12, 0.3),
 ]
+
+
+def window_for(rule):
+    """What to read an average of this rule with."""
+    return {"window": 0.5} if isinstance(rule, AnyTail) else {}
 
 
 class One(nn.Module):
@@ -59,7 +66,7 @@ def in_numpy(rule, dtype, saved, xs):
     )
     for x in xs:
         average.update(x)
-    return average.state_dict(), average.value() if average.count else None
+    return average.state_dict(), average.value(**window_for(rule)) if average.count else None
 
 
 def in_torch(rule, dtype, saved, xs):
@@ -71,14 +78,20 @@ def in_torch(rule, dtype, saved, xs):
         with torch.no_grad():
             model.weight.copy_(torch.as_tensor(x))
         average.update()
-    value = average.averaged_state_dict()["weight"].numpy() if average.count else None
-    return average.state_dict(), value
+    if not average.count:
+        return average.state_dict(), None
+    return average.state_dict(), average.averaged_state_dict(**window_for(rule))["weight"].numpy()
+
+
+def average_of(rule, dtype):
+    """Half of the rules with the means of each leaf alone."""
+    return tail_average(rule, dtype=dtype, bundle=100 * (rule.accumulators % 2))
 
 
 @cache
 def jitted(rule, dtype):
     """Updates with some of the rows of an array."""
-    average = tail_average(rule, dtype=dtype)
+    average = average_of(rule, dtype)
     return jax.jit(
         lambda state, xs, start, end: lax.fori_loop(
             start,
@@ -90,14 +103,15 @@ def jitted(rule, dtype):
 
 
 def in_jax(rule, dtype, saved, xs):
-    average = tail_average(rule, dtype=dtype)
+    average = average_of(rule, dtype)
     zeros = jnp.zeros(xs.shape[1:], dtype)
     state = average.init(zeros) if saved is None else average.from_state_dict(saved, zeros)
     padded = np.zeros((1024, *xs.shape[1:]), dtype)  # one shape, to be compiled once
     padded[: len(xs)] = xs
     state = jitted(rule, dtype)(state, padded, 0, len(xs))
-    value = np.asarray(average.value(state)) if int(state.updates) else None
-    return average.state_dict(state), value
+    if not int(state.updates):
+        return average.state_dict(state), None
+    return average.state_dict(state), np.asarray(average.value(state, **window_for(rule)))
 
 
 FRAMEWORKS = {"numpy": in_numpy, "torch": in_torch, "jax": in_jax}
@@ -121,7 +135,9 @@ def test_an_average_that_moves_is_the_one_that_stayed(rule, order, dtype):
     """At each of those moments to the next in the order, which goes round and round."""
     steps = 700
     xs = samples(steps, (3,), dtype)
-    expected = TailAverage(rule, dtype=np.float64).scan(xs.astype(float))
+    windows = [[window] for window in window_for(rule).values()]
+    expected = TailAverage(rule, dtype=np.float64).scan(xs.astype(float), *windows)
+    expected = expected.reshape(steps, 3)  # of one window
     saved = None
     stops = awkward(rule, steps)
     with x64(dtype):

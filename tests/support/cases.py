@@ -14,7 +14,16 @@ import pytest
 from hypothesis import strategies as st
 
 from schedule import closes, turn
-from tailavg import AnytimeWindow, ExactWindow, Exponential, Fixed, Growing, RawTail, TailAverage
+from tailavg import (
+    AnyTail,
+    AnytimeWindow,
+    ExactWindow,
+    Exponential,
+    Fixed,
+    Growing,
+    RawTail,
+    TailAverage,
+)
 
 CAPPED = Growing(0.5, at_most=40)
 
@@ -136,7 +145,7 @@ every_method = pytest.mark.parametrize("method", METHODS)
 def turns_of(rule, steps: int) -> list[int]:
     """The steps at which blocks begin, after the first."""
     starts, found = [0], []
-    while isinstance(rule, AnytimeWindow) and (end := closes(rule, starts)) < steps:
+    while isinstance(rule, AnytimeWindow | AnyTail) and (end := closes(rule, starts)) < steps:
         starts = turn(rule, starts, end)
         found.append(end)
     return found

@@ -22,7 +22,7 @@ __all__ = ["Decay", "Reading"]
 Shape = Literal["linear", "cosine", "1-sqrt"] | Callable[[float], float]
 
 _YOUNGER: dict[str, Callable[[Any, Any], Any]] = {  # D(1 - x), with the digits of a small x
-    "linear": lambda x, xp: x,
+    "linear": lambda x, _: x,
     "cosine": lambda x, xp: xp.sin(np.pi / 2 * x) ** 2,
     "1-sqrt": lambda x, xp: x / (1.0 + xp.sqrt(1.0 - x)),
 }

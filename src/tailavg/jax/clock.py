@@ -8,6 +8,7 @@ x64, so the weights of an exponential are computed from its excess.
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
@@ -107,12 +108,10 @@ class _TracedGrowing(Growing):
         growth = jnp.where(before > 1.0, self.c, k - before)
         if self.at_most is None or self._capped_from > _last():
             return growth
-        left = float(min(self.at_most - fraction(self.c) * (self._capped_from - 1), 1))
-        if self._capped_from == 1:
-            left = 0.0
-        return jnp.where(
-            t < self._capped_from, growth, jnp.where(t == self._capped_from, left, 0.0)
-        )
+        capped = self._capped_from
+        before_it = max(Fraction(1), fraction(self.c) * (capped - 1))
+        left = float(max(Fraction(0), self.at_most - before_it))
+        return jnp.where(t < capped, growth, jnp.where(t == capped, left, 0.0))
 
 
 def _whole(k: Array, exact: bool = False) -> Array:
@@ -205,7 +204,7 @@ def traced(rule: Any) -> Any:
 
 
 def size_at(rule: TracedRule, t: Any) -> Any:
-    """k_t; of an `AnyTail`, which has no window of its own, that of the shortest to read it with."""
+    """k_t; of an `AnyTail`, which has no window, that of the shortest it may be read with."""
     return rule.shortest * t if isinstance(rule, AnyTail) else rule.size(t)
 
 
@@ -414,7 +413,7 @@ def first_clock(rule: TracedRule) -> TracedBlocks | TracedDecay:
 
 
 def restored(clock: core.Clock) -> dict[str, Any]:
-    """The fields of a traced clock at the same step, whose means are in the places of first_clock."""
+    """The fields of a traced clock at the same step, with means in the places of `first_clock`."""
     if not isinstance(clock, core.DecayClock):
         return {"folded": clock.folded, "starts": clock.blocks}
     of_mean, of_sum = clock.weights()

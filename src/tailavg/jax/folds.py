@@ -168,8 +168,9 @@ def flat(arrays: Sequence[Array]) -> Array:
     for array in arrays:
         sharding = jax.typeof(array).sharding
         if any(axis is not None for axis in sharding.spec):
-            whole = NamedSharding(sharding.mesh, PartitionSpec(*[None] * array.ndim))
-            array = jax.sharding.reshard(array, whole)
+            spec = PartitionSpec(*[None] * array.ndim)  # type: ignore[no-untyped-call]
+            whole = NamedSharding(sharding.mesh, spec)
+            array = jax.sharding.reshard(array, whole)  # type: ignore[no-untyped-call]
         rows.append(lax.reshape(array, (array.size,)))
     return lax.concatenate(rows, 0) if len(rows) > 1 else rows[0]
 
@@ -192,7 +193,8 @@ def hosted(array: Array) -> Array:
             f"offload: expected a backend with memory of the kind pinned_host, got {kinds} of "
             f"{device.platform} with JAX {jax.__version__}; leave out offload"
         )
-    return jax.device_put(array, jax.memory.Space.Host)
+    found: Array = jax.device_put(array, jax.memory.Space.Host)
+    return found
 
 
 def _on_host(array: Any) -> bool:

@@ -27,7 +27,7 @@ from tailavg.core import state as layout
 from tailavg.core.clock import clock_for
 from tailavg.core.decay import Decay, Reading
 from tailavg.core.profile import Profile, dense_weights, profile
-from tailavg.core.rules import AnyTail, Rule, as_rule
+from tailavg.core.rules import Rule, as_rule
 from tailavg.core.windows import TIE, AnyWindow, Reals, as_window, positive_int
 from tailavg.jax.clock import (
     TracedBlocks,
@@ -216,8 +216,9 @@ class TreeAverage:
         asked = _asked(state, window)
         if asked is None:
             return state.size
-        size = _size(state.updates, None, asked)
-        return size.size(state.updates) if isinstance(size, Decay) else size
+        size: Any = _size(state.updates, None, asked)
+        found: Array = size.size(state.updates) if isinstance(size, Decay) else size
+        return found
 
     def weights(self, state: TreeState, window: Reading | None = None) -> Reals:
         """The weight of each of the `count` updates, oldest first. Not inside `jax.jit`.
@@ -429,6 +430,7 @@ def value(state: TreeState, like: Tree = None, window: Reading | Array | None = 
             short gives NaN.
 
     Examples:
+        >>> from tailavg import AnyTail
         >>> average = tail_average(AnyTail())
         >>> state = average.init(0.0)
         >>> update = jax.jit(average.update)
@@ -463,6 +465,7 @@ def evaluate_tails(
         What the function returned, stacked along a first axis.
 
     Examples:
+        >>> from tailavg import AnyTail
         >>> average = tail_average(AnyTail())
         >>> state = average.init(0.0)
         >>> update = jax.jit(average.update)
@@ -476,14 +479,14 @@ def evaluate_tails(
 
 def each_weights(state: TreeState, windows: Sequence[Reading] | Array) -> Weights:
     """The weights of several windows, stacked."""
+    found: Weights
     if isinstance(windows, jax.Array | np.ndarray):
-        found: Weights = jax.vmap(lambda window: weights_of(state, window))(windows)
-        return found
-    if not windows:
+        found = jax.vmap(lambda window: weights_of(state, window))(windows)
+    elif windows:
+        each = [weights_of(state, window) for window in windows]
+        found = jax.tree.map(lambda *rows: jnp.stack(rows), *each)
+    else:
         raise ValueError("windows: expected at least one, got none")
-    found = jax.tree.map(
-        lambda *rows: jnp.stack(rows), *(weights_of(state, window) for window in windows)
-    )
     return found
 
 
@@ -497,9 +500,11 @@ def _evaluated(
 def weights_of(state: TreeState, window: Reading | Array | None) -> Weights:
     """The weights of the means and of the sum in the average."""
     asked = _asked(state, window)
-    if isinstance(asked, jax.Array | np.ndarray):
-        return _weights(state.clock, state.updates, state.size, asked, None)
-    return _weights(state.clock, state.updates, state.size, None, asked)
+    traced = isinstance(asked, jax.Array | np.ndarray)
+    found: Weights = _weights(
+        state.clock, state.updates, state.size, *((asked, None) if traced else (None, asked))
+    )
+    return found
 
 
 def _asked(state: TreeState, window: Any) -> Any:
@@ -614,16 +619,17 @@ def _cut(rows: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
 
 
 def _gathered(array: Array, like: Array) -> Array:
-    """Whole on every device, if that can be said: outside `jax.jit`, where arrays are on several."""
+    """Whole on every device, if it is on several and outside `jax.jit`, where that is known."""
     if isinstance(array, jax.core.Tracer) or not isinstance(like.sharding, NamedSharding):
         return array
-    whole: Array = jax.device_put(array, NamedSharding(like.sharding.mesh, PartitionSpec()))
+    everywhere = NamedSharding(like.sharding.mesh, PartitionSpec())  # type: ignore[no-untyped-call]
+    whole: Array = jax.device_put(array, everywhere)
     return whole
 
 
 def _placed_alike(new: Array, old: Array) -> Array:
     """The new array, sharded like the old one: XLA would rather shard it like a leaf."""
-    alike: Array = shard_alike(new, old)[0]
+    alike: Array = shard_alike(new, old)[0]  # type: ignore[no-untyped-call]
     return alike
 
 
