@@ -26,7 +26,7 @@ from tailavg.core.rules import Rule
 from tailavg.core.windows import AnyWindow
 from tailavg.jax import TreeState
 from tailavg.jax import tail_average as tree_average
-from tailavg.jax.trees import Weights, _averages, each_weights, weights_of
+from tailavg.jax.trees import BUNDLE, Weights, averages, each_weights, weights_of
 
 _WRAPPERS = (optax.MaskedState, optax.transforms.PartitionState)
 _OBSERVERS = tuple(
@@ -46,7 +46,7 @@ def tail_average(
     rule: AnyWindow | Rule,
     *,
     dtype: Any = jnp.float32,
-    bundle: int = 16_384,
+    bundle: int = BUNDLE,
     offload: Literal["host"] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """A transformation that leaves updates alone and averages the updated parameters.
@@ -90,7 +90,7 @@ def with_tail_average(
     rule: AnyWindow | Rule,
     *,
     dtype: Any = jnp.float32,
-    bundle: int = 16_384,
+    bundle: int = BUNDLE,
     offload: Literal["host"] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """An optimizer that also averages the parameters it produces, for `averaged_params`.
@@ -216,7 +216,7 @@ def _assembled(states: list[TreeState], weights: list[Weights], params: Any) -> 
     """The averages with these weights, one of each state, in one tree."""
     averaged: Any = optax.MaskedNode()
     for state, of_state in zip(states, weights, strict=True):
-        averaged = _merged(averaged, _averages(state, None, of_state))
+        averaged = _merged(averaged, averages(state, None, of_state))
     if params is not None:
         averaged = _merged(averaged, params, "params")
         return jax.tree.map(_like, averaged, params)

@@ -38,7 +38,7 @@ def dense(history, rule, window):
     return jax.tree.map(lambda xs: np.tensordot(weights, xs.astype(np.float64), 1), history)
 
 
-@pytest.fixture(scope="module", params=[0, 2, 16_384], ids="bundle={}".format)
+@pytest.fixture(scope="module", params=[0, 2, 65_536], ids="bundle={}".format)
 def trained(request):
     """Parameters, state and history of an optimizer with an `AnyTail`."""
     return train(with_tail_average(optax.adam(0.1), RULE, bundle=request.param), targets=TARGETS)

@@ -24,7 +24,7 @@ TWO = [AnytimeWindow(0.3), Exponential(10)]
 Pair = namedtuple("Pair", "first second")
 few_rules = pytest.mark.parametrize("rule", FEW, ids=short)
 two_rules = pytest.mark.parametrize("rule", TWO, ids=short)
-both_ways = pytest.mark.parametrize("bundle", [0, 16_384], ids=["alone", "bundled"])
+both_ways = pytest.mark.parametrize("bundle", [0, 65_536], ids=["alone", "bundled"])
 rules_and_tails = pytest.mark.parametrize("rule", [*TWO, AnyTail(6, 0.3)], ids=short)
 
 

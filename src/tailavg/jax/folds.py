@@ -22,7 +22,7 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tailavg.jax.clock import Step
+from tailavg.jax.clock import Merge, Step
 
 __all__ = ["Bundle", "Held", "combined", "flat", "folded", "hosted", "times", "weighed"]
 
@@ -48,15 +48,25 @@ class Held(NamedTuple):
 
 def folded(step: Step, held: Held) -> Held:
     """Fold the sums into the means if that is due, and begin new sums."""
-    merge = step.merge
-    scale = 1.0 / step.total
+    merge, weight = step.merge, step.weight
+    into = step.slot, 1.0 / step.total, jnp.asarray(weight)
+    # the joint mean is m + w (own - m), so that is w / (1 - w) (own - joint mean) more than m
+    ratio = weight / jnp.where(step.carries, 1.0 - weight, 1.0)
+    carry = jnp.where(step.carries, step.carry, 0)
 
     def fold(means: Any, sums: Any, bundles: Any, small: Any) -> Any:
-        means = [_joint(*pair, step.slot, scale, step.weight) for pair in _pairs(means, sums)]
+        means = [_joint(*pair, *into) for pair in _pairs(means, sums)]
         means, sums = _then(means, sums)
-        sums = [_begun(step, *pair) for pair in _pairs(means, sums)]
-        bundles = {name: _bundled(step, bundles[name], flat(small[name])) for name in bundles}
+        sums = [_begun(*pair, *into, ratio, carry, merge) for pair in _pairs(means, sums)]
+        bundles = {name: bundled(bundles[name], flat(small[name])) for name in bundles}
         return means, sums, bundles, jnp.array(True)
+
+    def bundled(bundle: Bundle, total: Array) -> Bundle:
+        error = _near(bundle.errors)
+        means = _joint(bundle.means, total, *into, error)
+        means, total, error = _then(means, total, error)
+        rest = _rest(means, total, *into, ratio, error)
+        return Bundle(means, _as(bundle.errors, _finite(_unless(~step.carries, rest))))
 
     # The flag is known only when all is read: what waits for it may change the small sums in place.
     means, sums, bundles, done = lax.cond(
@@ -72,16 +82,16 @@ def folded(step: Step, held: Held) -> Held:
 
         def merged(means: Any, sums: Any, bundles: Any) -> Any:
             one = merge.merges.astype(float)  # not a constant, which XLA would do without
-            how = merge.target, one, merge.weight
-            means = [_joint(*pair, *how) for pair in _pairs(means, sums)]
+            into = merge.target, one, merge.weight
+            means = [_joint(*pair, *into) for pair in _pairs(means, sums)]
             # zeros, from both: they wait for the means, and are written where the sums are
             sums = [
-                _unless(merge.merges, total + _mean(mean, merge.target))
+                _unless(merge.merges, lax.add(total, _mean(mean, merge.target)))
                 for mean, total in _pairs(means, sums)
             ]
             bundles = {
                 name: bundle._replace(
-                    means=_joint(bundle.means, _mean(bundle.means, merge.source), *how)
+                    means=_joint(bundle.means, _mean(bundle.means, merge.source), *into)
                 )
                 for name, bundle in bundles.items()
             }
@@ -93,58 +103,71 @@ def folded(step: Step, held: Held) -> Held:
     return Held(means, sums, bundles, small)
 
 
-def _joint(means: Array, total: Array, slot: Any, scale: Any, weight: Any) -> Array:
-    """The means, with a sum joined to one of them; a weight of 1 forgets that one."""
-    mean = _row(means, slot)
-    mean = _unless(weight >= 1.0, mean)
+# These two are traced once for all leaves of a shape.
+
+
+@functools.partial(jax.jit, inline=True)
+def _joint(
+    means: Array, total: Array, slot: Any, scale: Any, weight: Any, error: Array | None = None
+) -> Array:
+    """The means, with a sum joined to one of them; a weight of 1 forgets that one.
+
+    Its error is what it lacks.
+    """
+    mean = _unless(weight >= 1.0, _row(means, slot))
     own = lax.expand_dims(times(scale, total), (0,))
-    return _updated(means, times(weight, own - _finite(mean)) + mean, slot)
+    joint = lax.add(times(weight, lax.sub(own, _finite(mean))), mean)
+    if error is not None:
+        joint = lax.add(times(1.0 - weight, lax.expand_dims(error, (0,))), joint)
+    return _updated(means, joint, slot)
 
 
-def _begun(step: Step, means: Array, total: Array) -> Array:
-    """The new sum: what the fold rounded off, if that is to be carried.
+@functools.partial(jax.jit, inline=True)
+def _begun(
+    means: Array,
+    total: Array,
+    slot: Any,
+    scale: Any,
+    weight: Any,
+    ratio: Any,
+    carry: Any,
+    merge: Merge | None,
+) -> Array:
+    """The new sum: what the fold rounded off, times `carry`.
 
     If blocks are to be merged, the mean that goes: it needs a place, and the sum is empty.
     """
-    mean = _mean(means, step.slot)
-    # the joint mean is m + w (own - m), so that is w / (1 - w) (own - joint mean) more than m
-    ratio = step.weight / jnp.where(step.carries, 1.0 - step.weight, 1.0)
-    change = times(ratio, times(1.0 / step.total, total) - mean)
-    rest = change - (mean - (mean - change))  # the inner difference is the old mean
-    begun = _finite(times(jnp.where(step.carries, step.carry, 0), rest))
-    if step.merge is None:
+    begun = _finite(times(carry, _rest(means, total, slot, scale, weight, ratio)))
+    if merge is None:
         return begun
-    return lax.select(step.merge.merges, _mean(means, step.merge.source), begun)
+    return lax.select(merge.merges, _mean(means, merge.source), begun)
 
 
-def _bundled(step: Step, bundle: Bundle, total: Array) -> Bundle:
-    """The bundle, with the sums of its leaves joined to one of its means."""
-    means, error = bundle.means, lax.expand_dims(_near(bundle.errors), (0,))
-    own = lax.expand_dims(times(1.0 / step.total, total), (0,))
-
-    def changed(means: Array) -> tuple[Array, Array]:
-        mean = _unless(step.weight >= 1.0, _row(means, step.slot))
-        change = times(step.weight, own - _finite(mean))
-        return mean, times(1.0 - step.weight, error) + change
-
-    mean, change = changed(means)
-    rest = _finite(_unless(~step.carries, change - ((mean + change) - mean)))
-    rest, means = _then(rest, means)
-    mean, change = changed(means)
-    return Bundle(
-        _updated(means, mean + change, step.slot),
-        _as(bundle.errors, lax.squeeze(rest, (0,))),
-    )
+def _rest(
+    means: Array,
+    total: Array,
+    slot: Any,
+    scale: Any,
+    _: Any,
+    ratio: Any,
+    error: Array | None = None,
+) -> Array:
+    """What a joint mean lacks, since it is rounded."""
+    mean = _mean(means, slot)
+    change = times(ratio, lax.sub(times(scale, total), mean))
+    if error is not None:
+        change = lax.add(error, change)
+    old = lax.sub(mean, change)
+    return lax.sub(change, lax.sub(mean, old))
 
 
 def _pairs(means: list[Array], sums: list[Array]) -> Iterable[tuple[Array, Array]]:
     return zip(means, sums, strict=True)
 
 
-def _then(first: Any, then: Any) -> tuple[Any, Any]:
-    """The same; what is computed from the second waits until the first is known."""
-    both: tuple[Any, Any] = lax.optimization_barrier((first, then))  # type: ignore[no-untyped-call]
-    return both
+def _then(*arrays: Any) -> Any:
+    """The same; what is computed from them waits until all are known."""
+    return lax.optimization_barrier(arrays)  # type: ignore[no-untyped-call]
 
 
 def combined(
@@ -240,4 +263,4 @@ def _unless(flag: Array, array: Array) -> Array:
 def _finite(array: Array) -> Array:
     """The array, with 0 for what is not finite: inf - inf is NaN."""
     zeros = lax.full_like(array, 0)
-    return lax.select(lax.eq(zeros, array - array), array, zeros)
+    return lax.select(lax.eq(zeros, lax.sub(array, array)), array, zeros)

@@ -47,6 +47,8 @@ from tailavg.jax.folds import Bundle, Held, combined, flat, folded, hosted, time
 __all__ = ["TreeAverage", "TreeState", "evaluate_tails", "tail_average", "value"]
 
 Tree: TypeAlias = Any
+BUNDLE = 65_536
+"""Leaves of up to so many numbers share an array for their means, unless another is asked for."""
 Weights = tuple[Array, Array]
 """The weights of the means, each in its place, and of the sum."""
 
@@ -180,10 +182,10 @@ class TreeAverage:
         # not a constant: XLA multiplies and adds four times faster than it adds two arrays
         factor = jnp.where(ours, step.factor, 0.0)
         for i, mean, total in zip(large, held.means, held.sums, strict=True):
-            means[i], new[i] = mean, total + times(factor, _widened(leaves[i], total))
+            means[i], new[i] = mean, lax.add(total, times(factor, _widened(leaves[i], total)))
         for name, group in small.items():
             for i, total in zip(group, held.small[name], strict=True):
-                new[i] = total + times(factor, _widened(leaves[i], total))
+                new[i] = lax.add(total, times(factor, _widened(leaves[i], total)))
         updates = jnp.where(_beyond(state.updates) | ~ours, state.updates, state.updates + 1)
         size = jnp.asarray(size_at(rule, updates), state.size.dtype)
         return TreeState(
@@ -374,7 +376,7 @@ def tail_average(
     rule: AnyWindow | Rule,
     *,
     dtype: Any = jnp.float32,
-    bundle: int = 16_384,
+    bundle: int = BUNDLE,
     offload: Literal["host"] | None = None,
 ) -> TreeAverage:
     """The tail average of pytrees: `init`, `update`, `value`, `size` and `profile`, all pure.
@@ -439,7 +441,7 @@ def value(state: TreeState, like: Tree = None, window: Reading | Array | None = 
         >>> [round(float(value(state, window=c)), 1) for c in (0.25, 0.5, 1.0)]
         [877.0, 751.1, 499.5]
     """
-    return _averages(state, like, weights_of(state, window))
+    return averages(state, like, weights_of(state, window))
 
 
 def evaluate_tails(
@@ -494,7 +496,7 @@ def each_weights(state: TreeState, windows: Sequence[Reading] | Array) -> Weight
 def _evaluated(
     function: Callable[..., Any], state: TreeState, weights: Weights, args: Any, like: Tree
 ) -> Any:
-    return lax.map(lambda row: function(_averages(state, like, row), *args), weights)
+    return lax.map(lambda row: function(averages(state, like, row), *args), weights)
 
 
 def weights_of(state: TreeState, window: Reading | Array | None) -> Weights:
@@ -572,7 +574,7 @@ def _beyond(updates: Array) -> Array:
 
 
 @functools.partial(jax.jit, inline=True)
-def _averages(state: TreeState, like: Tree, weights: Weights) -> Tree:
+def averages(state: TreeState, like: Tree, weights: Weights) -> Tree:
     """The average with these weights, in the dtypes of `like`."""
     wanted, sums, means, structure = _aligned(state.sums if like is None else like, state, "like")
     of_means, of_sum = weights
@@ -644,7 +646,7 @@ def _widened(leaf: Array, total: Array) -> Array:
 
     It is rounded to its own dtype first, which XLA may skip if the same program made the leaf.
     """
-    wide = leaf.astype(total.dtype)
+    wide = lax.convert_element_type(leaf, total.dtype)
     if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < wide.dtype.itemsize:
         narrow: Any = jnp.finfo(leaf.dtype)  # type: ignore[no-untyped-call]
         wide = lax.reduce_precision(wide, narrow.nexp, narrow.nmant)
