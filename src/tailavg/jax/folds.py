@@ -12,8 +12,9 @@ as they are then: the barrier between the two keeps the order.
 from __future__ import annotations
 
 import functools
-import operator
+import math
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +25,18 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tailavg.jax.clock import Merge, Step
 
-__all__ = ["Bundle", "Held", "combined", "flat", "folded", "hosted", "times", "weighed"]
+__all__ = [
+    "Bundle",
+    "Held",
+    "combined",
+    "cut",
+    "flat",
+    "folded",
+    "hosted",
+    "starts_of",
+    "times",
+    "weighed",
+]
 
 
 class Bundle(NamedTuple):
@@ -174,15 +186,13 @@ def combined(
     of_means: Array, means: Array, of_sum: Array | None = None, total: Array | None = None
 ) -> Array:
     """The weighted sum of means, and of a sum if there is one."""
-    terms = [weighed(of_means[place], _near(means[place])) for place in range(len(means))]
+    terms = []
+    for place in range(len(means)):
+        weight, mean = of_means[place], _near(means[place])
+        terms.append(times(weight, _unless(weight == 0, mean)))  # without weight it may be NaN
     if of_sum is not None and total is not None:
-        terms.append(weighed(of_sum, total))
-    return functools.reduce(operator.add, terms)
-
-
-def weighed(weight: Array, part: Array) -> Array:
-    """A part times its weight; without one it may be NaN, and is not read."""
-    return lax.select(weight == 0, lax.full_like(part, 0), times(weight, part))
+        terms.append(times(of_sum, total))
+    return functools.reduce(lax.add, terms)
 
 
 def flat(arrays: Sequence[Array]) -> Array:
@@ -196,6 +206,24 @@ def flat(arrays: Sequence[Array]) -> Array:
             array = jax.sharding.reshard(array, whole)  # type: ignore[no-untyped-call]
         rows.append(lax.reshape(array, (array.size,)))
     return lax.concatenate(rows, 0) if len(rows) > 1 else rows[0]
+
+
+def starts_of(shapes: Sequence[tuple[int, ...]]) -> list[Array]:
+    """Where each of the arrays begins that `flat` puts one after another."""
+    sizes = map(math.prod, shapes)
+    return [jnp.uint32(start) for start in [*accumulate(sizes, initial=0)][:-1]]
+
+
+def cut(row: Array, starts: Sequence[Array], shapes: Sequence[tuple[int, ...]]) -> list[Array]:
+    """The arrays that `flat` put one after another.
+
+    If `starts` come out of a branch they are no constants, and XLA compiles one kernel for all
+    arrays of a shape.
+    """
+    return [
+        lax.reshape(lax.dynamic_slice(row, (start,), (math.prod(shape),)), shape)
+        for start, shape in zip(starts, shapes, strict=True)
+    ]
 
 
 def times(factor: Any, array: Array) -> Array:

@@ -42,7 +42,18 @@ from tailavg.jax.clock import (
     traced_size,
     traced_window,
 )
-from tailavg.jax.folds import Bundle, Held, combined, flat, folded, hosted, times, weighed
+from tailavg.jax.folds import (
+    Bundle,
+    Held,
+    combined,
+    cut,
+    flat,
+    folded,
+    hosted,
+    starts_of,
+    times,
+    weighed,
+)
 
 __all__ = ["TreeAverage", "TreeState", "evaluate_tails", "tail_average", "value"]
 
@@ -179,7 +190,6 @@ class TreeAverage:
             ),
         )
         new = list(leaves)  # leaves that are not averaged pass through
-        # not a constant: XLA multiplies and adds four times faster than it adds two arrays
         factor = jnp.where(ours, step.factor, 0.0)
         for i, mean, total in zip(large, held.means, held.sums, strict=True):
             means[i], new[i] = mean, lax.add(total, times(factor, _widened(leaves[i], total)))
@@ -579,25 +589,34 @@ def averages(state: TreeState, like: Tree, weights: Weights) -> Tree:
     wanted, sums, means, structure = _aligned(state.sums if like is None else like, state, "like")
     of_means, of_sum = weights
     large, small = _parted(sums, means)
-    averaged = [*large, *(i for group in small.values() for i in group)]
 
-    def average() -> list[Array]:
+    shapes = {name: [sums[i].shape for i in group] for name, group in small.items()}
+
+    def average() -> tuple[list[Array], list[tuple[Array, list[Array]]]]:
         found = [combined(of_means, means[i], of_sum, sums[i]) for i in large]
-        for name, group in small.items():
-            shapes = [sums[i].shape for i in group]
-            rows = _cut(combined(of_means, state.bundles[name].means), shapes)
-            found += [row + weighed(of_sum, sums[i]) for i, row in zip(group, rows, strict=True)]
-        return [x.astype(wanted[i].dtype) for i, x in zip(averaged, found, strict=True)]
+        return (
+            [x.astype(wanted[i].dtype) for i, x in zip(large, found, strict=True)],
+            [
+                (combined(of_means, state.bundles[name].means), starts_of(shapes[name]))
+                for name in small
+            ],
+        )
 
-    def nothing() -> list[Array]:
-        return [lax.full_like(sums[i], jnp.nan, wanted[i].dtype) for i in averaged]
+    def nothing() -> Any:
+        return jax.tree.map(
+            lambda x: jnp.full(x.shape, jnp.nan if _averaged(x) else 0, x.dtype),
+            jax.eval_shape(average),
+        )
 
     # As a branch, it is computed by itself. Within what is done with it, XLA on a CPU would hold
     # each term of an average in an array of its own, and take up to 20 times as long.
-    found = lax.cond(jnp.isnan(of_sum), nothing, average)
-    new = [total if _averaged(total) else jnp.copy(total) for total in sums]
-    for i, x in zip(averaged, found, strict=True):
+    found, rows = lax.cond(jnp.isnan(of_sum), nothing, average)
+    new = [jnp.copy(total) for total in sums]  # those that are not averaged
+    for i, x in zip(large, found, strict=True):
         new[i] = x
+    for (row, starts), (name, group) in zip(rows, small.items(), strict=True):
+        for i, part in zip(group, cut(row, starts, shapes[name]), strict=True):
+            new[i] = lax.add(part, times(of_sum, sums[i])).astype(wanted[i].dtype)
     return structure.unflatten(new)
 
 
