@@ -105,7 +105,7 @@ def test_decays_are_evaluated_too(trained):
 
 
 def test_no_more_than_one_average_is_held():
-    params = {"w": jnp.ones((256, 256)), "b": jnp.ones(256)}
+    params = {"w": jnp.ones((512, 512)), "b": jnp.ones(512)}
     state = with_tail_average(optax.sgd(0.1), RULE).init(params)
 
     def loss(averaged, inputs):
@@ -114,7 +114,7 @@ def test_no_more_than_one_average_is_held():
     def evaluate(state, inputs):
         return evaluate_tails(loss, state, jnp.linspace(0.3, 1.0, 16), inputs, params=params)
 
-    compiled = jax.jit(evaluate).lower(state, jnp.ones((2, 256))).compile()
+    compiled = jax.jit(evaluate).lower(state, jnp.ones((2, 512))).compile()
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     assert 0.9 * size < compiled.memory_analysis().temp_size_in_bytes < 1.5 * size
 

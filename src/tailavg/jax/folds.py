@@ -33,9 +33,9 @@ __all__ = [
     "flat",
     "folded",
     "hosted",
+    "near",
     "starts_of",
     "times",
-    "weighed",
 ]
 
 
@@ -74,7 +74,7 @@ def folded(step: Step, held: Held) -> Held:
         return means, sums, bundles, jnp.array(True)
 
     def bundled(bundle: Bundle, total: Array) -> Bundle:
-        error = _near(bundle.errors)
+        error = near(bundle.errors)
         means = _joint(bundle.means, total, *into, error)
         means, total, error = _then(means, total, error)
         rest = _rest(means, total, *into, ratio, error)
@@ -188,7 +188,7 @@ def combined(
     """The weighted sum of means, and of a sum if there is one."""
     terms = []
     for place in range(len(means)):
-        weight, mean = of_means[place], _near(means[place])
+        weight, mean = of_means[place], near(means[place])
         terms.append(times(weight, _unless(weight == 0, mean)))  # without weight it may be NaN
     if of_sum is not None and total is not None:
         terms.append(times(of_sum, total))
@@ -253,7 +253,7 @@ def _on_host(array: Any) -> bool:
     return space is not None and bool(space == jax.memory.Space.Host)
 
 
-def _near(array: Array) -> Array:
+def near(array: Array) -> Array:
     """An array in the memory of its device."""
     return jax.device_put(array, jax.memory.Space.Device) if _on_host(array) else array
 
@@ -266,7 +266,7 @@ def _as(held: Array, array: Array) -> Array:
 def _row(means: Array, slot: Any) -> Array:
     """One of the means, with its first axis."""
     start = _start(means, slot)
-    return _near(lax.dynamic_slice(means, start, (1, *means.shape[1:])))
+    return near(lax.dynamic_slice(means, start, (1, *means.shape[1:])))
 
 
 def _mean(means: Array, slot: Any) -> Array:

@@ -50,9 +50,9 @@ from tailavg.jax.folds import (
     flat,
     folded,
     hosted,
+    near,
     starts_of,
     times,
-    weighed,
 )
 
 __all__ = ["TreeAverage", "TreeState", "evaluate_tails", "tail_average", "value"]
@@ -602,10 +602,16 @@ def averages(state: TreeState, like: Tree, weights: Weights) -> Tree:
             ],
         )
 
-    def nothing() -> Any:
-        return jax.tree.map(
-            lambda x: jnp.full(x.shape, jnp.nan if _averaged(x) else 0, x.dtype),
-            jax.eval_shape(average),
+    def nothing() -> tuple[list[Array], list[tuple[Array, list[Array]]]]:
+        return (
+            [lax.full_like(sums[i], jnp.nan, wanted[i].dtype) for i in large],
+            [
+                (
+                    lax.full_like(near(state.bundles[name].errors), jnp.nan),
+                    [jnp.uint32(0) for _ in group],
+                )
+                for name, group in small.items()
+            ],
         )
 
     # As a branch, it is computed by itself. Within what is done with it, XLA on a CPU would hold
