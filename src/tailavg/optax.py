@@ -26,7 +26,8 @@ from tailavg.core.rules import Rule
 from tailavg.core.windows import AnyWindow
 from tailavg.jax import TreeState
 from tailavg.jax import tail_average as tree_average
-from tailavg.jax.trees import BUNDLE, Weights, averages, each_weights, weights_of
+from tailavg.jax.reads import Weights, averages, each_weights, weights_of
+from tailavg.jax.trees import BUNDLE
 
 _WRAPPERS = (optax.MaskedState, optax.transforms.PartitionState)
 _OBSERVERS = tuple(

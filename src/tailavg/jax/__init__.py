@@ -13,7 +13,9 @@ from tailavg.core.extras import needs
 with needs("jax"):
     from tailavg.jax.clock import TracedBlocks, TracedDecay, TracedTails
     from tailavg.jax.folds import Bundle
-    from tailavg.jax.trees import TreeAverage, TreeState, evaluate_tails, tail_average, value
+    from tailavg.jax.reads import evaluate_tails, value
+    from tailavg.jax.states import TreeState
+    from tailavg.jax.trees import TreeAverage, tail_average
 
 __all__ = [
     "Bundle",

@@ -11,10 +11,10 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,63 +25,25 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tailavg.core import state as layout
 from tailavg.core.clock import clock_for
-from tailavg.core.decay import Decay, Reading
+from tailavg.core.decay import Reading
 from tailavg.core.profile import Profile, dense_weights, profile
 from tailavg.core.rules import Rule, as_rule
-from tailavg.core.windows import TIE, AnyWindow, Reals, as_window, positive_int
+from tailavg.core.windows import AnyWindow, Reals, positive_int
 from tailavg.jax.clock import (
-    TracedBlocks,
-    TracedDecay,
     TracedRule,
-    TracedTails,
     first_clock,
     restored,
     size_at,
     traced,
-    traced_decay,
-    traced_size,
-    traced_window,
 )
-from tailavg.jax.folds import (
-    Bundle,
-    Held,
-    combined,
-    cut,
-    flat,
-    folded,
-    hosted,
-    near,
-    starts_of,
-    times,
-)
+from tailavg.jax.folds import Bundle, Held, flat, folded, hosted, times
+from tailavg.jax.reads import size_read, value
+from tailavg.jax.states import Tree, TreeState, aligned, averaged, beyond, name_of, parted
 
-__all__ = ["TreeAverage", "TreeState", "evaluate_tails", "tail_average", "value"]
+__all__ = ["BUNDLE", "TreeAverage", "tail_average"]
 
-Tree: TypeAlias = Any
 BUNDLE = 65_536
 """Leaves of up to so many numbers share an array for their means, unless another is asked for."""
-Weights = tuple[Array, Array]
-"""The weights of the means, each in its place, and of the sum."""
-
-
-class TreeState(NamedTuple):
-    """A tail average of a pytree, after some step."""
-
-    updates: Array
-    """The number of updates so far, t."""
-    size: Array
-    """The size of the window, k_t; of an `AnyTail`, that of the shortest it can be read with."""
-    rule: Array
-    """A checksum of the rule. Another rule adds nothing to the state."""
-    clock: TracedBlocks | TracedDecay
-    """Which samples are where."""
-    sums: Tree
-    """The sum of the samples in no mean yet; leaves that are not averaged, as last seen."""
-    means: Tree
-    """The means of blocks, stacked along a first axis; None for leaves that are not averaged, and
-    for those in a bundle."""
-    bundles: dict[str, Bundle]
-    """The means of small leaves, by dtype."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +80,7 @@ class TreeAverage:
             clock=clock,
             sums=sums,
             means=jax.tree.map(
-                lambda x: self._stacked(x) if _averaged(x) and not self._bundled(x) else None, sums
+                lambda x: self._stacked(x) if averaged(x) and not self._bundled(x) else None, sums
             ),
             bundles={
                 name: Bundle(
@@ -133,13 +95,13 @@ class TreeAverage:
         """A leaf in the dtype of its accumulators, always a copy: the state may be donated."""
         if isinstance(leaf, jax.ShapeDtypeStruct):
             leaf = jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
-        if not _averaged(leaf):
+        if not averaged(leaf):
             return jnp.array(leaf, copy=True)
         wide = jnp.complex64 if jnp.iscomplexobj(leaf) else self.dtype
         return jnp.array(leaf, jnp.promote_types(self.dtype, wide), copy=True)
 
     def _bundled(self, leaf: Array) -> bool:
-        return _averaged(leaf) and 0 < self.bundle >= leaf.size
+        return averaged(leaf) and 0 < self.bundle >= leaf.size
 
     def _stacked(self, leaf: Array) -> Array:
         """Means, of what they do not matter yet: not zeros, which would not be sharded alike."""
@@ -173,13 +135,13 @@ class TreeAverage:
     # jitted, since outside jax.jit each call would compile the conditionals
     @functools.partial(jax.jit, static_argnames="self", inline=True)
     def _update(self, state: TreeState, tree: Tree) -> TreeState:
-        leaves, sums, means, structure = _aligned(tree, state)
+        leaves, sums, means, structure = aligned(tree, state)
         clock: Any = state.clock
         rule = traced(self.rule)
         ours = state.rule == _checksum(self.rule)
         step, clock = clock.step(rule, state.updates)
         step = step._replace(folds=step.folds & ours, carries=step.carries & ours)
-        large, small = _parted(sums, means)
+        large, small = parted(sums, means)
         held = folded(
             step,
             Held(
@@ -196,7 +158,7 @@ class TreeAverage:
         for name, group in small.items():
             for i, total in zip(group, held.small[name], strict=True):
                 new[i] = lax.add(total, times(factor, _widened(leaves[i], total)))
-        updates = jnp.where(_beyond(state.updates) | ~ours, state.updates, state.updates + 1)
+        updates = jnp.where(beyond(state.updates) | ~ours, state.updates, state.updates + 1)
         size = jnp.asarray(size_at(rule, updates), state.size.dtype)
         return TreeState(
             updates=updates,
@@ -225,12 +187,7 @@ class TreeAverage:
 
         An `AnyTail` needs a window here, as it does in `value`, `weights` and `profile`.
         """
-        asked = _asked(state, window)
-        if asked is None:
-            return state.size
-        size: Any = _size(state.updates, None, asked)
-        found: Array = size.size(state.updates) if isinstance(size, Decay) else size
-        return found
+        return size_read(state, window)
 
     def weights(self, state: TreeState, window: Reading | None = None) -> Reals:
         """The weight of each of the `count` updates, oldest first. Not inside `jax.jit`.
@@ -276,10 +233,10 @@ class TreeAverage:
         starts, places = clock.blocks(count)
         carry = clock.carry(self.rule)
         names = list(_named(state.sums))
-        _, sums, means, _ = _aligned(state.sums, state)
-        partial = {names[i]: np.array(sums[i]) for i, leaf in enumerate(sums) if _averaged(leaf)}
+        _, sums, means, _ = aligned(state.sums, state)
+        partial = {names[i]: np.array(sums[i]) for i, leaf in enumerate(sums) if averaged(leaf)}
         stacks = {names[i]: np.asarray(mean) for i, mean in enumerate(means) if mean is not None}
-        for name, group in _parted(sums, means)[1].items():
+        for name, group in parted(sums, means)[1].items():
             rows = _cut(np.asarray(state.bundles[name].means), [sums[i].shape for i in group])
             errors = _cut(np.asarray(state.bundles[name].errors), [sums[i].shape for i in group])
             for i, row, error in zip(group, rows, errors, strict=True):
@@ -337,7 +294,7 @@ class TreeAverage:
         if not count and not isinstance(saved["partial"], Mapping):
             return state  # an average without samples knows no shape
         shapes = {
-            name: total.shape for name, total in _named(state.sums).items() if _averaged(total)
+            name: total.shape for name, total in _named(state.sums).items() if averaged(total)
         }
         blocks, partial = layout.by_name(saved, shapes)
         if not count:
@@ -355,7 +312,7 @@ class TreeAverage:
             return placed
 
         fields = {name: put(x, getattr(state.clock, name)) for name, x in restored(clock).items()}
-        _, sums, means, structure = _aligned(state.sums, state)
+        _, sums, means, structure = aligned(state.sums, state)
         names = list(_named(state.sums))
         bundles = {
             name: Bundle(
@@ -365,10 +322,10 @@ class TreeAverage:
                 ),
                 put(np.zeros(state.bundles[name].errors.shape), state.bundles[name].errors),
             )
-            for name, group in _parted(sums, means)[1].items()
+            for name, group in parted(sums, means)[1].items()
         }
         for i, name in enumerate(names):
-            if _averaged(sums[i]):
+            if averaged(sums[i]):
                 sums[i] = put(partial[name], sums[i])
             if means[i] is not None:
                 means[i] = put([block[name] for block in blocks], means[i])
@@ -427,215 +384,6 @@ def tail_average(
     raise TypeError(f"dtype: expected float32 or float64, got {dtype!r}")
 
 
-def value(state: TreeState, like: Tree = None, window: Reading | Array | None = None) -> Tree:
-    """The average, as a new tree; before the first update, the tree given to `init`.
-
-    It needs no rule: the state is enough.
-
-    Args:
-        state: The state.
-        like: A tree with the dtypes of the result, such as the parameters; by default the result
-            has the dtypes of the accumulators.
-        window: What to read an `AnyTail` with: a number, a window or a `Decay`; or an array of no
-            dimensions, which may be traced: whole numbers stand for the last so many, others
-            for the last fraction. Inside `jax.jit` nothing can raise, so a window that is too
-            short gives NaN.
-
-    Examples:
-        >>> from tailavg import AnyTail
-        >>> average = tail_average(AnyTail())
-        >>> state = average.init(0.0)
-        >>> update = jax.jit(average.update)
-        >>> for x in range(1000):
-        ...     state = update(state, x)
-        >>> [round(float(value(state, window=c)), 1) for c in (0.25, 0.5, 1.0)]
-        [877.0, 751.1, 499.5]
-    """
-    return averages(state, like, weights_of(state, window))
-
-
-def evaluate_tails(
-    function: Callable[..., Any],
-    state: TreeState,
-    windows: Sequence[Reading] | Array,
-    *args: Any,
-    like: Tree = None,
-) -> Any:
-    """What a function makes of the average over each window, one after another in one program.
-
-    No more than one average is held at a time.
-
-    Args:
-        function: It is called with an average and `args`, and returns arrays. It is traced once,
-            and again only if it is another function.
-        state: The state of an `AnyTail`.
-        windows: What to read it with: see `value`. An array has one for each entry.
-        *args: More for the function, such as the data for a validation.
-        like: As for `value`.
-
-    Returns:
-        What the function returned, stacked along a first axis.
-
-    Examples:
-        >>> from tailavg import AnyTail
-        >>> average = tail_average(AnyTail())
-        >>> state = average.init(0.0)
-        >>> update = jax.jit(average.update)
-        >>> for x in range(1000):
-        ...     state = update(state, x)
-        >>> evaluate_tails(lambda mean, target: abs(mean - target), state, [0.25, 0.5, 1.0], 750.0)
-        Array([127.03143  ,   1.0946045, 250.5      ], dtype=float32)
-    """
-    return _evaluated(function, state, each_weights(state, windows), args, like)
-
-
-def each_weights(state: TreeState, windows: Sequence[Reading] | Array) -> Weights:
-    """The weights of several windows, stacked."""
-    found: Weights
-    if isinstance(windows, jax.Array | np.ndarray):
-        found = jax.vmap(lambda window: weights_of(state, window))(windows)
-    elif windows:
-        each = [weights_of(state, window) for window in windows]
-        found = jax.tree.map(lambda *rows: jnp.stack(rows), *each)
-    else:
-        raise ValueError("windows: expected at least one, got none")
-    return found
-
-
-@functools.partial(jax.jit, static_argnames="function")
-def _evaluated(
-    function: Callable[..., Any], state: TreeState, weights: Weights, args: Any, like: Tree
-) -> Any:
-    return lax.map(lambda row: function(averages(state, like, row), *args), weights)
-
-
-def weights_of(state: TreeState, window: Reading | Array | None) -> Weights:
-    """The weights of the means and of the sum in the average."""
-    asked = _asked(state, window)
-    traced = isinstance(asked, jax.Array | np.ndarray)
-    found: Weights = _weights(
-        state.clock, state.updates, state.size, *((asked, None) if traced else (None, asked))
-    )
-    return found
-
-
-def _asked(state: TreeState, window: Any) -> Any:
-    """What an `AnyTail` is to be read with; None if the state has a window of its own."""
-    known = not isinstance(state.size, jax.core.Tracer)
-    if known and np.isnan(state.size).any():
-        raise ValueError(
-            "state: expected one that was updated by the rule it was made with, got one that "
-            "another rule has tried to update; use the same rule, and the average goes on"
-        )
-    if not isinstance(state.clock, TracedTails):
-        if window is not None:
-            raise ValueError(
-                "window: expected none, since this average has its own, "
-                f"got {window!r}; an AnyTail reads any window"
-            )
-        return None
-    if window is None:
-        raise ValueError("window: expected one, since AnyTail has none of its own; got none")
-    if isinstance(window, jax.Array | np.ndarray):
-        return window
-    asked = window if isinstance(window, Decay) else as_window(window)
-    if isinstance(asked, Decay) and asked.shape == "linear":
-        asked = asked.window
-    if known and not isinstance(state.updates, jax.core.Tracer) and not np.ndim(state.updates):
-        t, least = int(state.updates), float(state.size)
-        if t and asked.size(t) < least * (1 - _tie(state.size.dtype)):
-            raise ValueError(
-                f"window: expected a window of at least {least:g} of the {t} samples so far, "
-                f"got {window!r}"
-            )
-    return asked
-
-
-def _tie(dtype: Any) -> float:
-    return float(TIE) if dtype == np.float64 else 1e-6
-
-
-@functools.partial(jax.jit, static_argnames="asked", inline=True)
-def _weights(
-    clock: TracedBlocks | TracedDecay, updates: Array, size: Array, window: Array | None, asked: Any
-) -> Weights:
-    reading = size if asked is window is None else _size(updates, window, asked)
-    of_means, of_sum = clock.weights(updates, reading)
-    if isinstance(reading, Decay):
-        reading = reading.size(jnp.maximum(updates, 1))
-    # else a window that is too short, another rule, or more updates than the count can tell
-    read = (reading >= size * (1 - _tie(size.dtype))) & ~_beyond(updates)
-    return of_means, jnp.where(read, of_sum, jnp.nan)
-
-
-def _size(updates: Array, window: Array | None, asked: Any) -> Any:
-    """The size at this step of what an `AnyTail` is read with, or the decay over it."""
-    t = jnp.maximum(updates, 1)
-    if window is not None:
-        return traced_size(window, t)
-    if isinstance(asked, Decay):
-        return traced_decay(asked)
-    return jnp.asarray(traced_window(asked).size(t), jnp.result_type(float))
-
-
-def _beyond(updates: Array) -> Array:
-    """Whether there were more updates than the count can tell: it stays, and the value is NaN."""
-    return updates == np.iinfo(updates.dtype).max
-
-
-@functools.partial(jax.jit, inline=True)
-def averages(state: TreeState, like: Tree, weights: Weights) -> Tree:
-    """The average with these weights, in the dtypes of `like`."""
-    wanted, sums, means, structure = _aligned(state.sums if like is None else like, state, "like")
-    of_means, of_sum = weights
-    large, small = _parted(sums, means)
-
-    shapes = {name: [sums[i].shape for i in group] for name, group in small.items()}
-
-    def average() -> tuple[list[Array], list[tuple[Array, list[Array]]]]:
-        found = [combined(of_means, means[i], of_sum, sums[i]) for i in large]
-        return (
-            [x.astype(wanted[i].dtype) for i, x in zip(large, found, strict=True)],
-            [
-                (combined(of_means, state.bundles[name].means), starts_of(shapes[name]))
-                for name in small
-            ],
-        )
-
-    def nothing() -> tuple[list[Array], list[tuple[Array, list[Array]]]]:
-        return (
-            [lax.full_like(sums[i], jnp.nan, wanted[i].dtype) for i in large],
-            [
-                (
-                    lax.full_like(near(state.bundles[name].errors), jnp.nan),
-                    [jnp.uint32(0) for _ in group],
-                )
-                for name, group in small.items()
-            ],
-        )
-
-    # As a branch, it is computed by itself. Within what is done with it, XLA on a CPU would hold
-    # each term of an average in an array of its own, and take up to 20 times as long.
-    found, rows = lax.cond(jnp.isnan(of_sum), nothing, average)
-    new = [jnp.copy(total) for total in sums]  # those that are not averaged
-    for i, x in zip(large, found, strict=True):
-        new[i] = x
-    for (row, starts), (name, group) in zip(rows, small.items(), strict=True):
-        for i, part in zip(group, cut(row, starts, shapes[name]), strict=True):
-            new[i] = lax.add(part, times(of_sum, sums[i])).astype(wanted[i].dtype)
-    return structure.unflatten(new)
-
-
-def _parted(sums: Sequence[Any], means: Sequence[Any]) -> tuple[list[int], dict[str, list[int]]]:
-    """Which leaves have means of their own, and which are in the bundle of each dtype."""
-    large = [i for i, mean in enumerate(means) if mean is not None]
-    small: dict[str, list[int]] = {}
-    for i, (total, mean) in enumerate(zip(sums, means, strict=True)):
-        if mean is None and _averaged(total):
-            small.setdefault(total.dtype.name, []).append(i)
-    return large, small
-
-
 def _cut(rows: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
     """The parts of the last axis, each in its shape."""
     ends = [*accumulate(map(math.prod, shapes), initial=0)]
@@ -678,46 +426,10 @@ def _widened(leaf: Array, total: Array) -> Array:
     return wide
 
 
-def _averaged(leaf: Any) -> bool:
-    return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
-
-
-def _aligned(
-    tree: Tree, state: TreeState, what: str = "tree"
-) -> tuple[list[Array], list[Any], list[Any], Any]:
-    """The leaves of the tree, of the sums and of the means, and their common structure."""
-    structure: Any = jax.tree.structure(state.sums)
-    got: Any = jax.tree.structure(tree)
-    if structure != got:
-        raise ValueError(f"{what}: expected the structure given to init, {structure}, got {got}")
-    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree)]
-    sums = jax.tree.leaves_with_path(state.sums)
-    for new, (path, old) in zip(leaves, sums, strict=True):
-        where = f"{what}: {_name(path)}" if path else what
-        if new.shape != old.shape:
-            raise ValueError(f"{where}: expected shape {old.shape}, got {new.shape}")
-        if not _averaged(old):
-            fits = new.dtype == old.dtype
-        elif what == "like":
-            fits = _averaged(new) and jnp.iscomplexobj(new) == jnp.iscomplexobj(old)
-        else:
-            key = jnp.issubdtype(new.dtype, jax.dtypes.prng_key)
-            fits = not key and (jnp.iscomplexobj(old) or not jnp.iscomplexobj(new))
-        if not fits:
-            raise TypeError(
-                f"{where}: expected the kind of {old.dtype}, as given to init, got {new.dtype}"
-            )
-    return leaves, [old for _, old in sums], structure.flatten_up_to(state.means), structure
-
-
-def _name(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=".")
-
-
 def _named(tree: Tree) -> dict[str, Array]:
     """The leaves by their paths."""
     leaves = jax.tree.leaves_with_path(tree)
-    named = {_name(path): leaf for path, leaf in leaves}
+    named = {name_of(path): leaf for path, leaf in leaves}
     if len(named) < len(leaves):
         raise ValueError("tree: expected a different name for each leaf, got one name for two")
     return named
