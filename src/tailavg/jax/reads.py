@@ -96,8 +96,9 @@ def evaluate_tails(
         >>> update = jax.jit(average.update)
         >>> for x in range(1000):
         ...     state = update(state, x)
-        >>> evaluate_tails(lambda mean, target: abs(mean - target), state, [0.25, 0.5, 1.0], 750.0)
-        Array([127.03143  ,   1.0946045, 250.5      ], dtype=float32)
+        >>> distance = lambda mean, target: abs(mean - target)
+        >>> evaluate_tails(distance, state, [0.25, 0.5, 1.0], 700.2).round()
+        Array([177.,  51., 201.], dtype=float32)
     """
     return _evaluated(function, state, each_weights(state, windows), args, like)
 
