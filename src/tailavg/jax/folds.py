@@ -128,10 +128,10 @@ def _joint(
     """
     mean = _unless(weight >= 1.0, _row(means, slot))
     own = lax.expand_dims(times(scale, total), (0,))
-    joint = lax.add(times(weight, lax.sub(own, _finite(mean))), mean)
+    change = times(weight, lax.sub(own, _finite(mean)))
     if error is not None:
-        joint = lax.add(times(1.0 - weight, lax.expand_dims(error, (0,))), joint)
-    return _updated(means, joint, slot)
+        change = lax.add(times(1.0 - weight, lax.expand_dims(error, (0,))), change)
+    return _updated(means, lax.add(change, mean), slot)
 
 
 @functools.partial(jax.jit, inline=True)
