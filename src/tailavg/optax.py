@@ -141,7 +141,7 @@ def evaluate_tails(
 
     Args:
         function: It is called with averaged parameters and `args`, and returns arrays. It is traced
-            once, and again only if it is another function.
+            once for a number of windows, and again if it is another function.
         opt_state: The state of an optimizer with an `AnyTail`, as for `averaged_params`.
         windows: What to read it with: see `tailavg.jax.value`. An array has one for each entry.
         *args: More for the function, such as the data for a validation.

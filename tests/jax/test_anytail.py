@@ -168,6 +168,7 @@ READINGS = [
     Decay(0.3, "cosine"),
     Decay(700, "1-sqrt"),
     Decay(0.4, lambda u: (1 - u) ** 2),
+    Decay(0.4, lambda u: 1 - jnp.sqrt(u)),
 ]
 
 
@@ -345,6 +346,21 @@ def test_nan_leaves_a_window_with_its_block():
     assert np.isnan(expected[:, 0]).any()
     assert np.isfinite(expected[-1]).all()
     assert_close(values, expected, 1e-12)
+
+
+@both_ways
+def test_nan_in_the_sum_is_not_read_by_a_decay_that_gives_it_no_weight(bundle):
+    """A rate that is 0 before the end: the newest samples are in the sum, and weigh nothing."""
+    decay = Decay(1.0, lambda u: jnp.clip(1 - 2 * u, 0.0, 1.0))
+    xs = samples(STEPS, (2,)).astype(np.float32)
+    xs[-1] = math.nan, math.inf
+    average, numpy = tail_average(AnyTail(8), bundle=bundle), TailAverage(AnyTail(8))
+    state, _ = lax.scan(lambda s, x: (average.update(s, x), None), average.init(xs[0]), xs)
+    numpy.update_many(xs.astype(float))
+    expected = numpy.value(decay)
+    assert np.isfinite(expected).all()
+    assert np.isnan(value(state, window=0.5)).any()
+    assert_close(value(state, window=decay), expected, 3e-6)
 
 
 def test_the_rule_of_a_traced_tail_is_the_same():

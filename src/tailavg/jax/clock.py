@@ -8,6 +8,7 @@ x64, so the weights of an exponential are computed from its excess.
 from __future__ import annotations
 
 import math
+from copy import copy
 from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise
@@ -136,7 +137,9 @@ def traced_window(window: Window) -> Window:
 @lru_cache
 def traced_decay(decay: Decay) -> Decay:
     """The same decay, for traced steps."""
-    return Decay(traced_window(decay.window), decay.shape)
+    found = copy(decay)  # not made anew: its function was checked, which cannot be done inside jit
+    object.__setattr__(found, "window", traced_window(decay.window))
+    return found
 
 
 def traced_size(window: Any, t: Array) -> Array:

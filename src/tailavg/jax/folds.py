@@ -36,6 +36,7 @@ __all__ = [
     "near",
     "starts_of",
     "times",
+    "weighed",
 ]
 
 
@@ -186,13 +187,15 @@ def combined(
     of_means: Array, means: Array, of_sum: Array | None = None, total: Array | None = None
 ) -> Array:
     """The weighted sum of means, and of a sum if there is one."""
-    terms = []
-    for place in range(len(means)):
-        weight, mean = of_means[place], near(means[place])
-        terms.append(times(weight, _unless(weight == 0, mean)))  # without weight it may be NaN
+    terms = [weighed(of_means[place], near(means[place])) for place in range(len(means))]
     if of_sum is not None and total is not None:
-        terms.append(times(of_sum, total))
+        terms.append(weighed(of_sum, total))
     return functools.reduce(lax.add, terms)
+
+
+def weighed(weight: Array, part: Array) -> Array:
+    """A part times its weight. One without weight may be NaN, and is not read."""
+    return times(weight, _unless(weight == 0, part))
 
 
 def flat(arrays: Sequence[Array]) -> Array:

@@ -21,7 +21,7 @@ from tailavg.jax.clock import (
     traced_size,
     traced_window,
 )
-from tailavg.jax.folds import combined, cut, near, starts_of, times
+from tailavg.jax.folds import combined, cut, near, starts_of, weighed
 from tailavg.jax.states import Tree, TreeState, aligned, beyond, parted
 
 __all__ = [
@@ -78,8 +78,8 @@ def evaluate_tails(
     No more than one average is held at a time.
 
     Args:
-        function: It is called with an average and `args`, and returns arrays. It is traced once,
-            and again only if it is another function.
+        function: It is called with an average and `args`, and returns arrays. It is traced once
+            for a number of windows, and again if it is another function.
         state: The state of an `AnyTail`.
         windows: What to read it with: see `value`. An array has one for each entry.
         *args: More for the function, such as the data for a validation.
@@ -241,5 +241,5 @@ def averages(state: TreeState, like: Tree, weights: Weights) -> Tree:
         new[i] = x
     for (row, starts), (name, group) in zip(rows, small.items(), strict=True):
         for i, part in zip(group, cut(row, starts, shapes[name]), strict=True):
-            new[i] = lax.add(part, times(of_sum, sums[i])).astype(wanted[i].dtype)
+            new[i] = lax.add(part, weighed(of_sum, sums[i])).astype(wanted[i].dtype)
     return structure.unflatten(new)
