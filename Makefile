@@ -21,8 +21,8 @@ lint: $(STAMPS)/lint
 docs: $(STAMPS)/docs
 	$(BIN)/mkdocs build --strict --quiet
 
-figures: $(STAMPS)/plot  ## draw the figures of the documentation anew
-	$(BIN)/python docs/figures.py
+figures: $(STAMPS)/test  ## draw the figures of the documentation anew
+	PYTHONPATH=examples $(BIN)/python docs/figures.py
 
 bench: $(STAMPS)/bench
 	$(PIP) --no-deps timm  # without torchvision, which its averages do not need

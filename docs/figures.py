@@ -1,23 +1,37 @@
-"""Draw the figures of the documentation with the library: `make figures`."""
+"""Draw every figure of the documentation anew, in one style: `make figures`.
+
+    PYTHONPATH=examples python docs/figures.py [memory weights …]
+
+Long training runs are not repeated: their figures are drawn from the CSV files that they left.
+"""
 
 import csv
+import sys
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import anytime_lm
+import digits
+import every_tail
 import numpy as np
+import style
 from matplotlib import pyplot as plt
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
+from style import ANYTAIL, ANYTIME, EXACT, EXPONENTIAL, LIGHT, OTHERS, RAW
 
 from tailavg import AnyTail, AnytimeWindow, Decay, ExactWindow, Exponential, TailAverage
 from tailavg.core.clock import BlockClock, Store, starts_at
+from tailavg.experiments.figures import make
+from tailavg.experiments.figures import save as save_panels
+from tailavg.experiments.regression import Problem
+from tailavg.experiments.run import Plan, run
 
-plt.switch_backend("Agg")
-plt.style.use("tableau-colorblind10")
-plt.rcParams["svg.hashsalt"] = "tailavg"  # the same file from the same data
-
-FOLDER = Path(__file__).parent / "figures"
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+DOCS = Path(__file__).parent
+FOLDER = DOCS / "figures"
+RESULTS = DOCS.parent / "benchmarks" / "results"
+WIDE, NARROW = 9.6, 4.8  # inches: a figure as wide as the text, and half of it
 
 
 def average(rule: object, t: int) -> TailAverage:
@@ -28,26 +42,98 @@ def average(rule: object, t: int) -> TailAverage:
 
 
 def save(figure: plt.Figure, name: str) -> None:
-    """Write a figure as SVG, without a date in it."""
-    FOLDER.mkdir(exist_ok=True)
-    figure.savefig(FOLDER / name, metadata={"Date": None})
+    """Write a figure as SVG."""
+    style.save(figure, FOLDER / name)
+
+
+def memory() -> None:
+    """Arrays held for each parameter: those that every update touches, and the others."""
+    rows = [("EMA", 1, 0)]
+    for name, rule in (
+        ("Exponential(0.25)", Exponential(0.25)),
+        ("the last quarter: 0.25", AnytimeWindow(0.25)),
+        ("every tail: AnyTail()", AnyTail()),
+    ):
+        rows.append((name, 1, rule.accumulators))
+    exact = average(ExactWindow(0.25), 10_000).profile().accumulators
+    figure, axes = plt.subplots(figsize=(NARROW, 2.9), layout="constrained")
+    for y, (_, hot, cold) in enumerate(rows):
+        axes.barh(y, hot, color=EXPONENTIAL)
+        axes.barh(y, cold, left=hot, color=LIGHT[ANYTIME])
+        axes.text(hot + cold + 0.2, y, f"{hot} + {cold}" if cold else f"{hot}", va="center")
+    axes.barh(len(rows), 16, color=EXPONENTIAL)
+    note = f"{exact:,} after 10,000 steps →"
+    axes.text(15.7, len(rows), note, color="white", weight="bold", va="center", ha="right")
+    axes.barh(0, 0, color=EXPONENTIAL, label="hot: every update")
+    axes.barh(0, 0, color=LIGHT[ANYTIME], label="cold: now and then")
+    names = [*(name for name, _, _ in rows), "exact: ExactWindow(0.25)"]
+    axes.set(yticks=range(len(names)), yticklabels=names, xlim=(0, 16), ylim=(4.5, -0.5))
+    axes.set(title="Arrays held for each parameter", xticks=[])
+    axes.grid(visible=False)
+    axes.spines[["bottom", "left"]].set_visible(False)
+    axes.tick_params(left=False)
+    axes.legend(loc="upper right")
+    save(figure, "memory.svg")
+
+
+def anytime() -> None:
+    """The headline of decay-free training, small: one run, and runs that know their end."""
+    losses = anytime_lm.Losses(FOLDER / "anytime_lm.csv")
+    rate = losses.one_rate("constant")
+    figure, axes = plt.subplots(figsize=(NARROW, 2.9), layout="constrained")
+    for name, method, colour, width in (
+        ("one run: last iterate", anytime_lm.Method("constant"), RAW, 1.6),
+        ("the same run: last 20 %", anytime_lm.tail("constant"), ANYTIME, 2.6),
+    ):
+        steps, each = zip(*sorted(losses[method][rate].items()), strict=True)
+        axes.plot(steps, np.mean(each, axis=1), color=colour, lw=width, label=name)
+    for name, (colour, marker) in (("cosine", anytime_lm.COSINE), ("WSD", anytime_lm.WSD)):
+        best = [losses.best(anytime_lm.Method(name), step)[1].mean() for step in losses.horizons]
+        label = f"{name}: a run for each length"
+        axes.plot(losses.horizons, best, marker, color=colour, ms=6, zorder=3, label=label)
+    axes.set(xscale="log", xlabel="steps", title="Validation loss: one run, read at any time")
+    axes.set_xticks(losses.horizons, [f"{step:,}" for step in losses.horizons])
+    axes.minorticks_off()
+    axes.legend(fontsize=9)
+    save(figure, "anytime.svg")
+
+
+def anytime_language_model() -> None:
+    """One run read at any time, against runs that know their end."""
+    path = FOLDER / "anytime_lm.csv"
+    anytime_lm.draw(anytime_lm.Losses(path), path)
+    path.with_suffix(".png").unlink()
+
+
+def trained() -> None:
+    """The training runs on digits."""
+    for module, name in ((digits, "digits"), (every_tail, "every-tail")):
+        module.draw(digits.read(FOLDER / f"{name}.csv"), FOLDER / f"{name}.svg")
+
+
+def reproduction() -> None:
+    """The paper's experiments, as `tailavg reproduce` draws them."""
+    with TemporaryDirectory() as folder:
+        for figure in make(run(Plan(Problem(), 850))):
+            svg, _ = save_panels(figure, Path(folder))
+            (DOCS / "reproduction" / svg.name).write_bytes(svg.read_bytes())
 
 
 def weights() -> None:
     """What each sample weighs at one step, for every method."""
-    figure, panels = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    figure, panels = plt.subplots(1, 2, figsize=(WIDE, 3.4), layout="constrained")
     for panel, window, t, title in (
         (panels[0], 200, 1050, "the last 200, at t = 1050"),
         (panels[1], 0.25, 1150, "the last quarter, at t = 1150"),
     ):
-        for rule, name, style in (
-            (ExactWindow(window), "exact window", "-"),
-            (AnytimeWindow(window, 2), "anytime, 2 accumulators", "--"),
-            (AnytimeWindow(window, 3), "anytime, 3 accumulators", "-"),
-            (Exponential(window), "exponential", ":"),
+        for rule, name, look in (
+            (ExactWindow(window), "exact window", {"color": EXACT, "lw": 3}),
+            (AnytimeWindow(window, 2), "anytime, 2 accumulators", {"color": LIGHT[ANYTIME]}),
+            (AnytimeWindow(window, 3), "anytime, 3 accumulators", {"color": ANYTIME}),
+            (Exponential(window), "exponential", {"color": EXPONENTIAL, "ls": "--"}),
         ):
             alpha = average(rule, t).weights()
-            panel.plot(np.arange(len(alpha))[::-1], 1000 * alpha, style, label=name)
+            panel.plot(np.arange(len(alpha))[::-1], 1000 * alpha, label=name, **look)
         panel.set(title=title, xlabel="age of the sample", xlim=(-20, 620))
     panels[0].set_ylabel("weight, thousandths")
     panels[0].legend()
@@ -56,7 +142,7 @@ def weights() -> None:
 
 def turns() -> None:
     """How far back a growing window reaches, under both kinds of turns."""
-    figure, axes = plt.subplots(figsize=(9, 3), layout="constrained")
+    figure, axes = plt.subplots(figsize=(WIDE, 3), layout="constrained")
     for accumulators, kind in ((2, "paper"), (3, "paper"), (3, "balanced")):
         now = TailAverage(AnytimeWindow(0.25, accumulators, turns=kind))
         now.update_many(np.zeros(100))
@@ -67,8 +153,9 @@ def turns() -> None:
             reach.append((now.profile().oldest_age + 1) / now.size)
         print(f"{accumulators} accumulators, {kind}: at most {max(reach[900:]):.2f} ct touched")
         if accumulators == 3:
-            axes.semilogx(steps, reach, label=f'turns="{kind}"')
-    axes.axhline((1 - 0.75**1.5) / 0.25, color="0.6", linestyle=":", label="the bound of balanced")
+            colour = ANYTIME if kind == "balanced" else OTHERS[1]
+            axes.semilogx(steps, reach, color=colour, label=f'turns="{kind}"')
+    axes.axhline((1 - 0.75**1.5) / 0.25, color=EXACT, linestyle=":", label="the bound of balanced")
     axes.set(xlabel="step t", ylabel="samples touched / ct", title="c = 0.25, three accumulators")
     axes.set(xlim=(100, 3000), ylim=(0.95, 2.0))
     axes.legend(loc="upper right", ncols=3)
@@ -78,9 +165,9 @@ def turns() -> None:
 def blocks() -> None:
     """How the blocks of `AnyTail` merge over time, and what windows read from them."""
     rule, last, at = AnyTail(8), 120, 100
-    windows = {0.1: "C1", 0.3: "C0", 0.6: "#8b2f8f"}
+    windows = {0.1: EXPONENTIAL, 0.3: ANYTIME, 0.6: ANYTAIL}
     figure, (above, below) = plt.subplots(
-        2, 1, figsize=(9, 7), height_ratios=(3, 1), sharex=True, layout="constrained"
+        2, 1, figsize=(WIDE, 7), height_ratios=(3, 1), sharex=True, layout="constrained"
     )
     lives: dict[tuple[int, int], tuple[int, int]] = {}  # a block: its first and last step
     for t in range(1, last + 1):
@@ -102,6 +189,8 @@ def blocks() -> None:
         )  # fmt: skip
     above.axhline(at, color="0.3", lw=1, ls=":")
     above.set(xlim=(0, last), ylim=(last, 0), ylabel="step t, downwards")
+    above.grid(visible=False)
+    below.grid(visible=False)
     above.set_title("8 accumulators: yellow is the open block, the others are darker the longer")
     average = TailAverage(rule)
     average.update_many(np.zeros(at))
@@ -119,10 +208,10 @@ def blocks() -> None:
 
 def overhead() -> None:
     """How many samples `AnyTail` touches for each sample of the window, by accumulators."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(WIDE, 3.6), layout="constrained")
     steps = np.geomspace(1000, 10_000, 700).astype(int)
     fractions = np.arange(10, 101) / 100
-    for accumulators, colour in ((6, "C1"), (8, "C5"), (12, "C0"), (24, "C2")):
+    for accumulators, colour in ((6, EXPONENTIAL), (8, OTHERS[1]), (12, ANYTAIL), (24, OTHERS[0])):
         worst, clock = [], BlockClock(AnyTail(accumulators))
         for t in steps.tolist():
             clock.advance(t)
@@ -140,12 +229,12 @@ def overhead() -> None:
         rows = [row for row in csv.DictReader(file) if row["shortest"] == "0.1"]
     rows = [row for row in rows if row["last t"] == "1000000000"]
     numbers = [int(row["accumulators"]) for row in rows]
-    for column, name, style in (
-        ("worst, all fractions", "the worst ever", {"color": "C0", "marker": "o"}),
-        ("bound", "a bound for any schedule", {"color": "0.5", "linestyle": ":"}),
-        ("mean", "the mean", {"color": "C1", "marker": "s"}),
+    for column, name, look in (
+        ("worst, all fractions", "the worst ever", {"color": ANYTAIL, "marker": "o"}),
+        ("bound", "a bound for any schedule", {"color": EXACT, "linestyle": ":"}),
+        ("mean", "the mean", {"color": OTHERS[0], "marker": "s"}),
     ):
-        right.plot(numbers, [float(row[column]) for row in rows], label=name, ms=4, **style)
+        right.plot(numbers, [float(row[column]) for row in rows], label=name, ms=4, **look)
     right.plot([6, 8, 10, 12], [2.05, 1.70, 1.55, 1.43], "kx", ms=6, label="best schedule known")
     right.set(xlabel="accumulators", ylim=(1, 2.55), xticks=numbers)
     right.set_title("over all windows and steps")
@@ -182,9 +271,9 @@ def touched() -> None:
         ("AnyTail(12)", AnyTail(12)),
     )
     figure, panels = plt.subplots(
-        3, 1, figsize=(9, 5.4), height_ratios=(1, 4, 9), sharex=True, layout="constrained"
+        3, 1, figsize=(WIDE, 5.4), height_ratios=(1, 4, 9), sharex=True, layout="constrained"
     )
-    hot, cold, read = "#d55e00", "#0083cc", "#555555"
+    hot, cold, read = EXPONENTIAL, ANYTIME, "#555555"
     panels[0].barh([0], [last], color=hot, height=0.7)
     panels[0].set(yticks=[0], yticklabels=["the EMA"], title="an EMA")
     for panel, (title, rule) in zip(panels[1:], cases, strict=True):
@@ -208,14 +297,15 @@ def touched() -> None:
         names = [*(f"mean {row + 1}" for row in range(0, rows, every)), "the sum"]
         panel.set(yticks=ticks, yticklabels=names, title=title, ylim=(-0.7, rows + 0.7))
     for panel in panels:
-        panel.spines[["top", "right", "left"]].set_visible(False)
+        panel.spines["left"].set_visible(False)
+        panel.grid(visible=False)
         panel.tick_params(left=False)
     marks = [
         plt.Line2D([], [], color=hot, lw=6, label="touched by every update: hot"),
         plt.Line2D([], [], color=cold, lw=0, marker="|", ms=10, mew=1.6, label="written: cold"),
         plt.Line2D([], [], color=read, lw=0, marker="o", ms=4, label="read by two evaluations"),
     ]
-    figure.legend(handles=marks, loc="outside lower center", ncols=3, frameon=False)
+    figure.legend(handles=marks, loc="outside lower center", ncols=3)
     panels[-1].set(xlabel="updates", xlim=(0, last))
     save(figure, "touched.svg")
 
@@ -225,11 +315,11 @@ def decays() -> None:
     t, window = 1000, 0.3
     k = round(window * t)
     figure, (above, below) = plt.subplots(
-        2, 1, figsize=(9, 5), sharex=True, height_ratios=(2, 3), layout="constrained"
+        2, 1, figsize=(WIDE, 5), sharex=True, height_ratios=(2, 3), layout="constrained"
     )
     tails = average(AnyTail(), t)
     steps = np.arange(t + 1)
-    for shape, colour in (("linear", "C1"), ("cosine", "C0"), ("1-sqrt", "#8b2f8f")):
+    for shape, colour in zip(("linear", "cosine", "1-sqrt"), (ANYTIME, OTHERS[1], OTHERS[0]), strict=True):
         exact = Decay(window, shape).weights(t)
         left = 1 - np.concatenate([[0], np.cumsum(exact)])  # of the rate, at each step
         above.plot(steps, left, color=colour, lw=1.8, label=shape)
@@ -247,10 +337,10 @@ def decays() -> None:
 
 def spark() -> None:
     """The way of rows through Spark: in bundles, by bucket, past the state of each key."""
-    figure, axes = plt.subplots(figsize=(9, 4.2), layout="constrained")
+    figure, axes = plt.subplots(figsize=(WIDE, 4.2), layout="constrained")
     axes.set(xlim=(0, 90), ylim=(0, 42))
     axes.axis("off")
-    runs = ("#0083cc", "#f2b705", "#d55e00", "#8b2f8f")
+    runs = (ANYTIME, "#f2b705", EXPONENTIAL, ANYTAIL)
     write = {"ha": "center", "va": "center", "fontsize": 9}
 
     def box(x: float, y: float, width: float, height: float, text: str, colour: str) -> None:
@@ -302,11 +392,12 @@ def spark() -> None:
     save(figure, "spark.svg")
 
 
+DRAWINGS = (
+    *(memory, anytime, weights, turns, blocks, overhead, touched, decays, spark),
+    *(anytime_language_model, trained, reproduction),
+)
+
 if __name__ == "__main__":
-    spark()
-    touched()
-    decays()
-    weights()
-    turns()
-    blocks()
-    overhead()
+    for draw in DRAWINGS:
+        if not sys.argv[1:] or draw.__name__ in sys.argv[1:]:
+            draw()

@@ -40,6 +40,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from matplotlib import pyplot as plt
+from style import ANYTIME, DARK, EXPONENTIAL, OTHERS, RAW, save
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -346,25 +347,13 @@ def print_tables(losses: Losses) -> None:
             print(f"{f'{mine!s} - {other}':30}", *(f"{show(gap, '+'):>23}" for gap in gaps))
 
 
-LOOK = {
-    "svg.hashsalt": "tailavg",  # the same file from the same data
-    "axes.titlesize": 11,
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": "0.93",
-    "legend.frameon": False,
-}
-BLUE, ORANGE, GREEN, RED, PURPLE = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#8b2f8f"
+COSINE, WSD = (OTHERS[1], "o"), (OTHERS[0], "s")  # colour and marker of runs that know their end
 
 
 def draw(losses: Losses, path: Path) -> None:
     """Save the picture: losses by step on the left, by the length of the tail on the right."""
-    plt.switch_backend("Agg")
-    plt.rcParams.update(LOOK)
     figure, (left, right) = plt.subplots(
-        1, 2, figsize=(10, 4.8), width_ratios=(1.6, 1), layout="constrained"
+        1, 2, figsize=(9.6, 4.8), width_ratios=(1.6, 1), layout="constrained"
     )
     horizons = losses.horizons
     rate, falling = losses.one_rate("constant"), losses.one_rate("1/√t")
@@ -375,7 +364,7 @@ def draw(losses: Losses, path: Path) -> None:
         left.plot(steps, mean, **style)
         left.fill_between(steps, low, high, color=style["color"], alpha=0.15, lw=0)
 
-    for schedule, colour, marker, aside in (("cosine", RED, "o", 0.98), ("WSD", PURPLE, "s", 1.02)):
+    for schedule, colour, marker, aside in (("cosine", *COSINE, 0.98), ("WSD", *WSD, 1.02)):
         runs = losses[Method(schedule)]
         best = [losses.best(Method(schedule), step) for step in horizons]
         places = [step * aside for step in horizons]  # beside each other
@@ -388,11 +377,11 @@ def draw(losses: Losses, path: Path) -> None:
         left.plot(places, means, marker, color=colour, ms=6, zorder=4, label=label)
     name = f"constant {rate:g}"
     ema = Method("constant", "EMA", str(DECAYS[1]))
-    curve(tail("constant"), rate, color=BLUE, lw=2.5, label=f"{name}: last {HEADLINE:.0%}")
+    curve(tail("constant"), rate, color=ANYTIME, lw=2.5, label=f"{name}: last {HEADLINE:.0%}")
     label = f"1/√t from {falling:g}: last {HEADLINE:.0%}"
-    curve(tail("1/√t"), falling, color=GREEN, lw=1.5, ls="-.", label=label)
-    curve(ema, rate, color=ORANGE, lw=1.5, ls="--", label=f"{name}: EMA {DECAYS[1]}")
-    curve(Method("constant"), rate, color="0.55", lw=1, label=f"{name}: last iterate")
+    curve(tail("1/√t"), falling, color=DARK[ANYTIME], lw=1.5, ls="-.", label=label)
+    curve(ema, rate, color=EXPONENTIAL, lw=1.5, ls="--", label=f"{name}: EMA {DECAYS[1]}")
+    curve(Method("constant"), rate, color=RAW, lw=1.2, label=f"{name}: last iterate")
     left.set(xscale="log", xlabel="steps", ylabel="validation loss, nats per byte")
     left.set_xticks(horizons, [f"{step:,}" for step in horizons])
     ends = [losses.best(Method(end), step)[1] for end in ("cosine", "WSD") for step in horizons]
@@ -414,8 +403,8 @@ def draw(losses: Losses, path: Path) -> None:
     right.legend(title="after steps", loc="upper left")
     for panel in (left, right):
         panel.minorticks_off()
-    figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
-    figure.savefig(path.with_suffix(".png"), dpi=150)
+    for kind in (".svg", ".png"):
+        save(figure, path.with_suffix(kind))
 
 
 def main() -> None:

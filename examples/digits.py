@@ -1,43 +1,44 @@
 """Train a small network on scikit-learn's digits, and test every average at every epoch.
 
-    python examples/digits.py [--quick] [--epochs 40] [--seeds 5] [--output build/digits.svg]
+    python examples/digits.py [--quick] [--epochs 40] [--seeds 5] [--output build/digits.csv]
 
 SGD with momentum, weight decay and a constant learning rate soon gets near the answer, then jumps
 around it. The script compares the last iterate, torch's averages (exponential moving averages with
 three decays, and SWA, the mean of all iterates in the second half of the run) and tail averages.
 All see every step. Each is tested with BatchNorm statistics recomputed on the training images. A
-star marks the lowest loss and the highest accuracy of a column.
+star marks the lowest loss and the highest accuracy of a column. The losses go to a CSV, and a
+picture of them beside it.
 """
 
 import argparse
+import csv
 from pathlib import Path
 
 import numpy as np
 import torch
 from matplotlib import pyplot as plt
 from sklearn.datasets import load_digits
+from style import ANYTIME, DARK, EXACT, EXPONENTIAL, LIGHT, RAW, save
 from torch import nn
 from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tailavg.torch import ParameterAverage, recompute_batchnorm
 
-plt.switch_backend("Agg")
-plt.rcParams["svg.hashsalt"] = "tailavg"  # the same file from the same data
 torch.set_num_threads(1)  # a network this small gains nothing from more
 
 DECAYS = {f"EMA {decay}": decay for decay in (0.9, 0.99, 0.999)}
 TAILS = {"last 10 %": 0.1, "last 25 %": 0.25, "last 50 %": 0.5, "last 500 steps": 500}
 STYLES = {
-    "last iterate": {"color": "#cfcfcf"},
-    "EMA 0.9": {"color": "#ffbc79"},
-    "EMA 0.99": {"color": "#ff800e"},
-    "EMA 0.999": {"color": "#c85200"},
-    "SWA": {"color": "#595959", "linewidth": 2},
-    "last 10 %": {"color": "#a2c8ec"},
-    "last 25 %": {"color": "#5f9ed1"},
-    "last 50 %": {"color": "#006ba4"},
-    "last 500 steps": {"color": "#595959", "linestyle": "--"},
+    "last iterate": {"color": RAW},
+    "EMA 0.9": {"color": LIGHT[EXPONENTIAL]},
+    "EMA 0.99": {"color": EXPONENTIAL},
+    "EMA 0.999": {"color": DARK[EXPONENTIAL]},
+    "SWA": {"color": EXACT, "linewidth": 3},
+    "last 10 %": {"color": LIGHT[ANYTIME]},
+    "last 25 %": {"color": ANYTIME, "linewidth": 2.2},
+    "last 50 %": {"color": DARK[ANYTIME]},
+    "last 500 steps": {"color": ANYTIME, "linestyle": "--", "linewidth": 1.2},
 }
 TRAINING, BATCH = 1000, 16  # images; the other 797 are the test set
 
@@ -125,29 +126,41 @@ def print_table(title: str, rows: dict[str, np.ndarray], best: str, digits: int)
     print()
 
 
+def write(losses: dict[str, np.ndarray], path: Path) -> None:
+    """Keep the losses: a column for each method, a row for each epoch."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        rows = csv.writer(file, lineterminator="\n")
+        rows.writerow(losses)
+        rows.writerows([f"{loss:.5f}" for loss in row] for row in zip(*losses.values(), strict=True))
+
+
+def read(path: Path) -> dict[str, np.ndarray]:
+    """The losses of such a file."""
+    with path.open(newline="", encoding="utf-8") as file:
+        names, *rows = csv.reader(file)
+    return dict(zip(names, np.array(rows, dtype=float).T, strict=True))
+
+
 def draw(losses: dict[str, np.ndarray], path: Path) -> None:
     """Save the picture: torch's averages on the left, tail averages on the right."""
     epochs = np.arange(1, len(losses["last iterate"]) + 1)
-    figure, panels = plt.subplots(1, 2, figsize=(9, 4), sharey=True, layout="constrained")
+    figure, panels = plt.subplots(1, 2, figsize=(9.6, 4), sharey=True, layout="constrained")
     for panel, title, names in (
         (panels[0], "EMA and SWA", ("last iterate", *DECAYS, "SWA", "last 25 %")),
         (panels[1], "Tail averages", ("last iterate", *TAILS)),
     ):
         for name in names:
             panel.loglog(epochs, losses[name], label=name, **STYLES[name])
-        panel.set_title(title, loc="left")
-        panel.set_xlabel("epoch")
+        panel.set(title=title, xlabel="epoch")
         panel.set_xticks([n for n in (1, 2, 5, 10, 20, 40, 100) if n <= len(epochs)])
         panel.set_yticks([0.03, 0.1, 0.3, 1])
         panel.minorticks_off()
         panel.xaxis.set_major_formatter("{x:g}")
         panel.yaxis.set_major_formatter("{x:g}")
-        panel.grid(color="0.93")
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.legend(frameon=False)
+        panel.legend()
     panels[0].set_ylabel("test loss")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120, metadata={"Date": None} if path.suffix == ".svg" else None)
+    save(figure, path)
 
 
 def main() -> None:
@@ -155,7 +168,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--seeds", type=int, default=5, help="runs to average")
-    parser.add_argument("--output", type=Path, default=Path("build/digits.svg"), help="svg or png")
+    parser.add_argument("--output", type=Path, default=Path("build/digits.csv"))
     parser.add_argument("--quick", action="store_true", help="6 epochs and one seed")
     options = parser.parse_args()
     epochs, seeds = (6, 1) if options.quick else (options.epochs, options.seeds)
@@ -167,8 +180,9 @@ def main() -> None:
     print_table("test loss", losses, best="min", digits=4)
     accuracies = {name: 100 * values[:, 1] for name, values in scores.items()}
     print_table("test accuracy, %", accuracies, best="max", digits=2)
-    draw(losses, options.output)
-    print(f"The picture is in {options.output.resolve()}")
+    write(losses, options.output)
+    draw(losses, options.output.with_suffix(".svg"))
+    print(f"The losses and their picture are in {options.output.resolve().parent}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Which tail is best? Read every tail of a training run at every epoch, and watch the best move.
 
-    python examples/every_tail.py [--quick] [--epochs 40] [--seeds 5] [--output build/every.svg]
+    python examples/every_tail.py [--quick] [--epochs 40] [--seeds 5] [--output build/every.csv]
 
 The network of `digits.py` trains with a learning rate that falls to a tenth after 60 % of the run.
 One `AnyTail` sees every step; after each epoch, the script reads its tails from 10 % to 100 %, and
@@ -15,6 +15,7 @@ One `AnyTail` sees every step; after each epoch, the script reads its tails from
 797 images are held out. The first 400 are for validation: they choose the tail and the EMA, and
 make the decisions of Two-Tailed Averaging. The other 397 are the test set. All weights are tested
 with BatchNorm statistics recomputed on the training images. All numbers are means over the runs.
+The losses go to a CSV, and a picture of them beside it.
 """
 
 import argparse
@@ -25,10 +26,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from digits import BATCH, TRAINING, make_network
+from digits import BATCH, TRAINING, make_network, write
 from matplotlib import pyplot as plt
 from matplotlib.colors import LogNorm
 from sklearn.datasets import load_digits
+from style import ANYTAIL, ANYTIME, DARK, EXACT, EXPONENTIAL, LIGHT, OTHERS, RAW, save
 from torch import nn
 from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel
@@ -46,15 +48,15 @@ FIXED = {"last 10 %": 0.1, "last 25 %": 0.25, "last 50 %": 0.5, "all steps": 1.0
 SELECTED, LAST, POSTHOC = "selected tail", "last iterate", "post-hoc EMA"
 CORE, EXTENDED = "Two-Tailed, Alg. 1", "Two-Tailed, Alg. 2"
 STYLES = {
-    LAST: {"color": "#cfcfcf"},
-    "last 10 %": {"color": "#a2c8ec"},
-    "last 25 %": {"color": "#5f9ed1"},
-    "last 50 %": {"color": "#006ba4"},
-    "all steps": {"color": "#898989"},
-    CORE: {"color": "#c85200"},
-    EXTENDED: {"color": "#ffbc79"},
-    POSTHOC: {"color": "#6a3d9a", "marker": "s", "markersize": 4, "linestyle": "--"},
-    SELECTED: {"color": "black", "linewidth": 2},
+    LAST: {"color": RAW},
+    "last 10 %": {"color": LIGHT[ANYTIME]},
+    "last 25 %": {"color": ANYTIME},
+    "last 50 %": {"color": DARK[ANYTIME]},
+    "all steps": {"color": EXACT, "linewidth": 3},
+    CORE: {"color": OTHERS[0]},
+    EXTENDED: {"color": OTHERS[1]},
+    POSTHOC: {"color": EXPONENTIAL, "marker": "s", "markersize": 4, "linestyle": "--"},
+    SELECTED: {"color": ANYTAIL, "linewidth": 2.5},
 }
 VALIDATION = 400  # images
 STORED = (0.05, 0.28)  # the widths of the two EMAs, from ema-pytorch's own example
@@ -250,15 +252,15 @@ def print_table(test: dict[str, list[np.ndarray]], took: dict, drop: int) -> Non
     print(f"The lowest loss at epoch {epochs}: {min(means, key=lambda name: means[name][-1])}\n")
 
 
-def draw(tails: np.ndarray, test: dict[str, np.ndarray], drop: int, path: Path) -> None:
+def draw(losses: dict[str, np.ndarray], path: Path) -> None:
     """Save the picture: every tail on the left, the methods on the right."""
+    tails = np.array([losses[f"{fraction:.0%}"] for fraction in FRACTIONS]).T
     epochs = np.arange(1, len(tails) + 1)
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 4.4), layout="constrained")
+    drop = drop_of(len(tails))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 4.4), layout="constrained")
 
     relative = tails / tails.min(axis=1, keepdims=True)
-    colors = left.pcolormesh(
-        epochs, FRACTIONS, relative.T, norm=LogNorm(1, 1.6), cmap="viridis", rasterized=True
-    )
+    colors = left.pcolormesh(epochs, FRACTIONS, relative.T, norm=LogNorm(1, 1.6), cmap="viridis")
     bar = figure.colorbar(colors, ax=left, extend="max", ticks=[1, 1.1, 1.2, 1.4, 1.6])
     bar.ax.minorticks_off()
     bar.ax.yaxis.set_major_formatter("{x:g}")
@@ -267,25 +269,20 @@ def draw(tails: np.ndarray, test: dict[str, np.ndarray], drop: int, path: Path) 
     left.plot(epochs, best, "o", color="white", markeredgecolor="black", markersize=5, label="best")
     since = epochs[epochs > drop]
     left.plot(since, 1 - drop / since, color="white", linestyle="--", label="all since the drop")
-    left.set_title("Every tail, after each epoch", loc="left")
-    left.set_ylabel("fraction of the steps so far")
+    left.set(title="Every tail, after each epoch", ylabel="fraction of the steps so far")
     left.set_ylim(0.075, 1.025)
     left.set_yticks([0.1, 0.25, 0.5, 0.75, 1.0])
-    left.legend(facecolor="0.6", loc="upper left")
+    left.legend(facecolor="0.75", frameon=True, loc="upper left")
 
     for name, style in STYLES.items():
-        if name in test:
-            there = ~np.isnan(test[name])
-            right.semilogy(epochs[there], test[name][there], label=name, **style)
-    right.set_title("Methods, in the same runs", loc="left")
-    right.set_ylabel("test loss")
-    right.set_ylim(0.025, 0.5)
+        if name in losses:
+            there = ~np.isnan(losses[name])
+            right.semilogy(epochs[there], losses[name][there], label=name, **style)
+    right.set(title="Methods, in the same runs", ylabel="test loss", ylim=(0.025, 0.5))
     right.set_yticks([0.03, 0.04, 0.06, 0.1, 0.2, 0.4])
     right.minorticks_off()
     right.yaxis.set_major_formatter("{x:g}")
-    right.grid(color="0.93")
-    right.spines[["top", "right"]].set_visible(False)
-    right.legend(frameon=False, ncols=2)
+    right.legend(ncols=2)
     right.annotate(
         "learning rate / 10",
         (drop + 0.5, 0.02),
@@ -296,8 +293,12 @@ def draw(tails: np.ndarray, test: dict[str, np.ndarray], drop: int, path: Path) 
     for panel, color in ((left, "white"), (right, "black")):
         panel.set_xlabel("epoch")
         panel.axvline(drop + 0.5, color=color, linestyle=":", linewidth=1)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+    save(figure, path)
+
+
+def drop_of(epochs: int) -> int:
+    """The last epoch at the first learning rate."""
+    return max(1, round(0.6 * epochs))
 
 
 def main() -> None:
@@ -305,11 +306,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--seeds", type=int, default=5, help="runs to average")
-    parser.add_argument("--output", type=Path, default=Path("build/every.svg"), help="svg or png")
+    parser.add_argument("--output", type=Path, default=Path("build/every.csv"))
     parser.add_argument("--quick", action="store_true", help="5 epochs and one seed")
     options = parser.parse_args()
     epochs, seeds = (5, 1) if options.quick else (options.epochs, options.seeds)
-    drop = max(1, round(0.6 * epochs))
+    drop = drop_of(epochs)
 
     results = []
     for seed in range(seeds):
@@ -325,9 +326,12 @@ def main() -> None:
         print("ema-pytorch is not installed: post-hoc EMA is left out")
     print()
     print_table(test, took, drop)
-    means = {name: np.mean(runs, axis=0) for name, runs in test.items()}
-    draw(np.mean(tails, axis=0), means, drop, options.output)
-    print(f"The picture is in {options.output.resolve()}")
+    losses = {name: np.mean(runs, axis=0) for name, runs in test.items()}
+    each = np.mean(tails, axis=0).T
+    losses |= {f"{fraction:.0%}": row for fraction, row in zip(FRACTIONS, each, strict=True)}
+    write(losses, options.output)
+    draw(losses, options.output.with_suffix(".svg"))
+    print(f"The losses and their picture are in {options.output.resolve().parent}")
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def different(text):
 
 def test_digits(tmp_path):
     picture = tmp_path / "new" / "digits.svg"
-    run = example("digits", "--quick", "--output", picture)
+    run = example("digits", "--quick", "--output", picture.with_suffix(".csv"))
     assert run.returncode == 0, run.stderr
     assert run.stdout.startswith("6 epochs of 63 steps; the mean of 1 run(s)")
     losses, accuracies = table(run.stdout, "test loss"), table(run.stdout, "test accuracy, %")
@@ -85,7 +85,7 @@ def test_every_tail(tmp_path, installed):
         paths = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
         env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     picture = tmp_path / "new" / "every-tail.svg"
-    run = example("every_tail", "--quick", "--output", picture, env=env)
+    run = example("every_tail", "--quick", "--output", picture.with_suffix(".csv"), env=env)
     assert run.returncode == 0, run.stderr
     assert run.stdout.startswith("5 epochs of 63 steps")
     assert ("ema-pytorch is not installed" in run.stdout) != installed
@@ -144,6 +144,7 @@ def test_anytime_lm(tmp_path, monkeypatch, capsys):
         assert sum(row["schedule"] == schedule for row in rows) == 8
 
     # the losses do not depend on the process that trains, nor the picture on the training
+    monkeypatch.syspath_prepend(EXAMPLES)
     lm = SimpleNamespace(**runpy.run_path(EXAMPLES / "anytime_lm.py"))
     _, trained = lm.train(lm.Job("constant", 1e-2, 40), lm.QUICK)
     written = [[row[field] for field in lm.FIELDS] for row in rows]

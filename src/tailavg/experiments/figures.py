@@ -66,6 +66,7 @@ LOOK: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.size": 10,
     "axes.titlesize": 11,
+    "axes.titlelocation": "left",
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
