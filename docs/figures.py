@@ -5,7 +5,9 @@
 Long training runs are not repeated: their figures are drawn from the CSV files that they left.
 """
 
+import contextlib
 import csv
+import re
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -96,6 +98,25 @@ def anytime() -> None:
     axes.minorticks_off()
     axes.legend(fontsize=9)
     save(figure, "anytime.svg")
+
+
+def tutorial() -> None:
+    """What the programs of the tutorial find, run in order."""
+    page = (DOCS / "tutorial.md").read_text(encoding="utf-8")
+    names: dict[str, object] = {}
+    with TemporaryDirectory() as folder, contextlib.chdir(folder):
+        for program in re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
+            exec(program, names)
+    steps, raw, averaged = zip(*names["history"], strict=True)
+    figure, axes = plt.subplots(figsize=(WIDE, 3), layout="constrained")
+    axes.semilogy(steps, raw, color=RAW, label="raw weights")
+    axes.semilogy(steps, averaged, color=ANYTIME, lw=2.6, label="the last quarter, averaged")
+    axes.set(xlabel="step", ylabel="loss", title="Loss on samples without noise", xlim=(0, 2000))
+    ticks = (0.01, 0.03, 0.1, 0.3)
+    axes.set_yticks(ticks, [f"{tick}" for tick in ticks])
+    axes.minorticks_off()
+    axes.legend(loc="upper right", ncols=2)
+    save(figure, "tutorial.svg")
 
 
 def anytime_language_model() -> None:
@@ -393,7 +414,7 @@ def spark() -> None:
 
 
 DRAWINGS = (
-    *(memory, anytime, weights, turns, blocks, overhead, touched, decays, spark),
+    *(memory, anytime, tutorial, weights, turns, blocks, overhead, touched, decays, spark),
     *(anytime_language_model, trained, reproduction),
 )
 
