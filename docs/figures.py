@@ -340,7 +340,9 @@ def decays() -> None:
     )
     tails = average(AnyTail(), t)
     steps = np.arange(t + 1)
-    for shape, colour in zip(("linear", "cosine", "1-sqrt"), (ANYTIME, OTHERS[1], OTHERS[0]), strict=True):
+    for shape, colour in zip(
+        ("linear", "cosine", "1-sqrt"), (ANYTIME, OTHERS[1], OTHERS[0]), strict=True
+    ):
         exact = Decay(window, shape).weights(t)
         left = 1 - np.concatenate([[0], np.cumsum(exact)])  # of the rate, at each step
         above.plot(steps, left, color=colour, lw=1.8, label=shape)

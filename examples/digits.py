@@ -132,7 +132,9 @@ def write(losses: dict[str, np.ndarray], path: Path) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
         rows = csv.writer(file, lineterminator="\n")
         rows.writerow(losses)
-        rows.writerows([f"{loss:.5f}" for loss in row] for row in zip(*losses.values(), strict=True))
+        rows.writerows(
+            [f"{loss:.5f}" for loss in row] for row in zip(*losses.values(), strict=True)
+        )
 
 
 def read(path: Path) -> dict[str, np.ndarray]:

@@ -1,4 +1,4 @@
-"""One look for every figure of the examples and the docs: that of the report, colours by meaning."""
+"""One look for the figures of examples and docs: that of the report, and colours by meaning."""
 
 from pathlib import Path
 
