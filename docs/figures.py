@@ -105,7 +105,7 @@ def tutorial() -> None:
     page = (DOCS / "tutorial.md").read_text(encoding="utf-8")
     names: dict[str, object] = {}
     with TemporaryDirectory() as folder, contextlib.chdir(folder):
-        for program in re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
+        for program in re.findall(r"^```python[^\n]*\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
             exec(program, names)
     steps, raw, averaged = zip(*names["history"], strict=True)
     figure, axes = plt.subplots(figsize=(WIDE, 3), layout="constrained")

@@ -271,6 +271,7 @@ def draw(losses: dict[str, np.ndarray], path: Path) -> None:
     left.plot(since, 1 - drop / since, color="white", linestyle="--", label="all since the drop")
     left.set(title="Every tail, after each epoch", ylabel="fraction of the steps so far")
     left.set_ylim(0.075, 1.025)
+    left.grid(visible=False)
     left.set_yticks([0.1, 0.25, 0.5, 0.75, 1.0])
     left.legend(facecolor="0.75", frameon=True, loc="upper left")
 
