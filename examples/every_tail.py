@@ -260,7 +260,9 @@ def draw(losses: dict[str, np.ndarray], path: Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 4.4), layout="constrained")
 
     relative = tails / tails.min(axis=1, keepdims=True)
-    colors = left.pcolormesh(epochs, FRACTIONS, relative.T, norm=LogNorm(1, 1.6), cmap="viridis")
+    colors = left.pcolormesh(
+        epochs, FRACTIONS, relative.T, norm=LogNorm(1, 1.6), cmap="viridis", rasterized=True
+    )
     bar = figure.colorbar(colors, ax=left, extend="max", ticks=[1, 1.1, 1.2, 1.4, 1.6])
     bar.ax.minorticks_off()
     bar.ax.yaxis.set_major_formatter("{x:g}")
