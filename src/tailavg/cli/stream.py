@@ -9,10 +9,8 @@ from __future__ import annotations
 import json
 import os
 import select
-import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from itertools import chain, compress
@@ -27,16 +25,14 @@ from tailavg.cli.common import Method, fail, parse_rule, parse_windows, say, win
 from tailavg.cli.lines import (
     NUMBER,
     Array,
-    CsvInput,
-    JsonInput,
     PlainInput,
     Row,
     csv_line,
     decode,
     encode,
     format_numbers,
-    short,
 )
+from tailavg.cli.rows import MANY, Blocks, Rows, check_input, source_of
 from tailavg.core import signals
 from tailavg.core.files import InUseError, check_writable, locked, whole_file
 from tailavg.core.rules import shared_rules
@@ -46,8 +42,6 @@ from tailavg.core.windows import NEVER, Growing, Window
 
 __all__ = ["Output", "stream"]
 
-BLOCK = 1 << 20  # the most bytes to read before answering
-MANY = 30  # from this many lines on, arrays are faster
 Shown = slice | list[bool]  # of many lines, those that are answered
 WAITING = Act.insist if os.name == "posix" else Act.stop  # what a signal does to a read or write
 
@@ -131,18 +125,11 @@ def stream(
         reads: Reads = [(parse_rule(chosen[0], method, accumulators), None)]
     else:
         reads = _share(chosen, method, accumulators)
-    if column and fields:
-        raise typer.BadParameter(
-            "--column reads CSV, --field reads JSON lines: use only one of them"
-        )
-    if by is not None and not (column or fields):
-        raise typer.BadParameter("--by needs --column or --field")
-    kind = CsvInput if column else JsonInput if fields else PlainInput
-    source = kind(list(dict.fromkeys(column or fields or ["value"])), by)
+    source = source_of(column, fields, by)
     if windows is not None:
         source.suffixes = [f"_{window_name(one)}" for one in chosen]
     if file == "-":
-        _check_input()
+        check_input()
     session = Session(reads, source, output, every, skip_bad)
     with ExitStack() as stack:
         if state is not None:
@@ -156,13 +143,6 @@ def stream(
             _save(session, state)
         signals.act(Act.note)
     _finish(session, failure, state)
-
-
-def _check_input() -> None:
-    try:
-        os.fstat(0)  # if it is closed, the next open file would take its number
-    except OSError as error:
-        fail(f"standard input: {error.strerror}")
 
 
 def _take(state: Path, stack: ExitStack) -> None:
@@ -227,8 +207,7 @@ def _finish(session: Session, failure: str | None, state: Path | None) -> None:
     stopped = f"stopped after line {session.lines}{saved}"
     number = signals.arrived()
     if session.bad:
-        rows = "1 row" if session.bad == 1 else f"{session.bad} rows"
-        say(f"skipped {rows}, the first is {session.first_bad}")
+        say(session.told_bad())
     if session.error:
         fail(f"{session.error}; fix it, or skip such rows with --skip-bad{saved}")
     if failure:
@@ -249,95 +228,20 @@ def _write(data: bytes) -> None:
             select.select([], [1], [])
 
 
-class Blocks:
-    """The input in blocks of complete lines, until it ends or a signal arrives.
-
-    A block is what has arrived. A signal takes effect between blocks.
-    """
-
-    def __init__(self, file: str) -> None:
-        self.name = "standard input" if file == "-" else file
-        try:
-            self._input = 0 if file == "-" else os.open(file, os.O_RDONLY)
-        except OSError as error:
-            fail(f"{self.name}: {error.strerror}")
-        if os.name == "posix":
-            self._wake, write_end = os.pipe()
-            os.set_blocking(write_end, False)
-            signal.set_wakeup_fd(write_end)
-
-    def __iter__(self) -> Iterator[bytes]:
-        """The blocks. A last line without a line end gets one, unless a signal cut it short."""
-        rest: list[bytes] = []
-        while chunk := self._read():
-            head, end, tail = chunk.rpartition(b"\n")
-            if end:
-                yield b"".join([*rest, head, end])
-                rest = []
-            rest.append(tail)
-        last = b"".join(rest)
-        if last and signals.arrived() is None:
-            yield last + b"\n"
-
-    def _read(self) -> bytes:
-        """What has arrived, at least one byte; nothing at the end of the input."""
-        parts: list[bytes] = []
-        size = 0
-        try:
-            while size < BLOCK and self._ready(0 if parts else None):
-                part = os.read(self._input, BLOCK - size)
-                if not part:
-                    break
-                parts.append(part)
-                size += len(part)
-        except OSError as error:
-            if not parts:  # otherwise it will come again
-                error.filename = self.name
-                raise
-        return b"".join(parts)
-
-    def _ready(self, timeout: float | None) -> bool:
-        """Whether there is something to read before the timeout, and no signal has arrived."""
-        if os.name != "posix":  # where select cannot wait for a pipe
-            return timeout is None
-        while signals.arrived() is None:
-            ready, _, _ = select.select([self._input, self._wake], [], [], timeout)
-            if self._wake not in ready:
-                return bool(ready)
-            os.read(self._wake, BLOCK)
-        return False
-
-
-@dataclass
-class Session:
+class Session(Rows):
     """The state between input and output: the averages, and how far the input has been read."""
 
-    reads: Reads
-    source: PlainInput
-    output: Output
-    every: int
-    skip_bad: bool
-    lines: int = 0  # read so far
-    opened: bool = False  # whether any input has been read
-    headed: bool = False  # whether the header was written, now or before a resume
-    bad: int = 0  # skipped rows
-    first_bad: str = ""
-    error: str = ""  # why the session cannot go on
-
-    def __post_init__(self) -> None:
-        source = self.source
-        self.averages = Averages(self.reads, len(source.columns), keep=source.by is not None)
+    def __init__(
+        self, reads: Reads, source: PlainInput, output: Output, every: int, skip_bad: bool
+    ) -> None:
+        super().__init__(source, skip_bad)
+        self.reads, self.output, self.every = reads, output, every
+        self.headed = False  # whether the header was written, now or before a resume
+        self.averages = Averages(reads, len(source.columns), keep=source.by is not None)
 
     def answer(self, block: bytes) -> bytes:
         """Take a block of lines, and return the output."""
-        if b"\r" in block:
-            block = block.replace(b"\r\n", b"\n")
-        if not self.opened:
-            rows = self.source.take_header(block.removeprefix(b"\xef\xbb\xbf"))
-            self.opened = True
-            self.lines = block.count(b"\n") - rows.count(b"\n")
-            block = rows
-        text = self._answer_rows(block)
+        text = self._answer_rows(self.body(block))
         if self.output is Output.csv and self.source.names and not self.headed:
             self.headed = True
             header = csv_line([*self.source.names, *self.source.averages])
@@ -348,18 +252,13 @@ class Session:
         """The output for rows: as arrays if they are many and plain, otherwise one by one."""
         many = block.count(b"\n") >= MANY
         if many and self.output in (Output.plain, self.source.carries):
-            try:
-                numbers, keys = self.source.take(block)
-            except ValueError:
-                pass
-            else:
-                self.lines += len(numbers)
-                averages, shown = self._scan(numbers, keys)
-                return self._answer_lines(averages, shown, keys, block)
-        rows = self._rows(block)
+            taken = self.take(block)
+            if taken is not None:
+                averages, shown = self._scan(*taken)
+                return self._answer_lines(averages, shown, taken[1], block)
+        rows = self.parse(block)
         if many and rows:
-            keys = [] if self.source.by is None else [row.key for row in rows]
-            averages, shown = self._scan(np.array([row.numbers for row in rows]), keys)
+            averages, shown = self._scan(*self.arrays(rows))
             return encode("".join(map(self._line, _chosen(rows, shown), averages.tolist())))
         step, every = self.averages.step, self.every
         lines = [self._line(row, now) for row in rows if (now := step(row.key, row.numbers, every))]
@@ -409,24 +308,6 @@ class Session:
     @cached_property
     def _json_names(self) -> list[str]:
         return [json.dumps(name, ensure_ascii=False) for name in self.source.averages]
-
-    def _rows(self, block: bytes) -> list[Row]:
-        """The rows of a block; without --skip-bad, up to the first bad one."""
-        rows, parse = [], self.source.parse
-        for line in decode(block).split("\n")[:-1]:
-            self.lines += 1
-            if not line or line.isspace():
-                continue
-            try:
-                rows.append(parse(line))
-            except ValueError as error:
-                told = f"line {self.lines}: {short(line)}: {error}"
-                if not self.skip_bad:
-                    self.error = told
-                    break
-                self.bad += 1
-                self.first_bad = self.first_bad or told
-        return rows
 
     def _options(self) -> dict[str, Any]:
         """The options that a state must have been made with."""
