@@ -13,7 +13,7 @@ from tailavg.core.equation import read
 from tailavg.core.rules import ExactWindow, Exponential, Rule, size_of, window_of
 from tailavg.core.windows import Reals
 
-__all__ = ["Profile", "dense_weights", "newest_first", "profile"]
+__all__ = ["Profile", "block_weights", "dense_weights", "newest_first", "profile"]
 
 _CHUNK = 65536
 
@@ -68,7 +68,7 @@ def newest_first(
     rule: Rule, starts: Sequence[int], t: int, window: Reading | None = None
 ) -> Iterator[tuple[int, float | Reals]]:
     """Runs of samples, from the newest to the oldest that has a weight: size, weight of each."""
-    asked = window_of(rule, window, t)
+    window_of(rule, window, t)
     if not t:
         return
     if isinstance(rule, Exponential):
@@ -88,11 +88,19 @@ def newest_first(
         samples = rule.samples(t)
         yield samples, 1.0 / samples
     else:
-        sizes = [end - start for start, end in pairwise([*starts, t])]
-        if isinstance(asked, Decay):
-            weights = asked.read(sizes, t)
-        else:
-            weights = read(sizes, size_of(rule, window, t))
-        runs = dropwhile(lambda run: run[1] <= 0.0, zip(sizes, weights, strict=True))
-        for size, weight in reversed(list(runs)):
+        runs = zip(*block_weights(rule, starts, t, window), strict=True)
+        for size, weight in reversed(list(dropwhile(lambda run: run[1] <= 0.0, runs))):
             yield size, weight / size
+
+
+def block_weights(
+    rule: Rule, starts: Sequence[int], t: int, window: Reading | None = None
+) -> tuple[list[int], list[float]]:
+    """How many samples each block has, and what its mean weighs, oldest first."""
+    sizes = [end - start for start, end in pairwise([*starts, t])]
+    asked = window_of(rule, window, t)
+    if isinstance(rule, ExactWindow):
+        return sizes, [1.0 / len(sizes)] * len(sizes)
+    if isinstance(asked, Decay):
+        return sizes, asked.read(sizes, t)
+    return sizes, read(sizes, size_of(rule, window, t))

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from tailavg.core import state as layout
 from tailavg.core.clock import Clock, clock_for
 from tailavg.core.decay import Reading
-from tailavg.core.profile import Profile, dense_weights, profile
+from tailavg.core.profile import Profile, block_weights, dense_weights, profile
 from tailavg.core.rules import AnyTail, Rule, as_rule, size_of, window_of
 from tailavg.core.windows import AnyWindow, Reals, shown
 from tailavg.numpy.arithmetic import Array
@@ -262,6 +262,37 @@ class TailAverage:
         if not clock.count:
             raise layout.nothing_yet("profile")
         return profile(self.rule, clock.starts, clock.count, window)
+
+    @np.errstate(all="ignore")
+    def standard_error(self, window: Reading | None = None) -> Any:
+        """The standard error of `value`, from how much the means of its blocks differ.
+
+        Samples that are alike for a while, as those of a training are, make it larger, as they
+        should; so does a trend within the window. The more blocks, the steadier: use twelve
+        accumulators. NaN while there are fewer than two blocks, as with an `Exponential`.
+
+        Examples:
+            >>> from tailavg import AnytimeWindow
+            >>> average = TailAverage(AnytimeWindow(1000, accumulators=12))
+            >>> average.update_many(np.random.default_rng(0).normal(size=5000))
+            >>> float(round(average.standard_error(), 3))  # 1000 samples of variance 1: about 0.032
+            0.025
+        """
+        clock = self._now
+        t, starts = clock.count, clock.starts
+        if not t:
+            raise layout.nothing_yet("standard_error")
+        sizes, weights = (np.array(each) for each in block_weights(self.rule, starts, t, window))
+        means, folded, rest = self._arrays()
+        means[-1:] += (rest - (t - folded) * means[-1:]) / sizes[-1]  # of the open block, whole
+        used = weights > 0.0
+        sizes, weights, means = sizes[used], weights[used], means[used]
+        if len(sizes) < 2:
+            return np.nan if self._shape is None else np.full(self._shape, np.nan)
+        apart = means - np.tensordot(sizes / sizes.sum(), means, 1)
+        variance = np.tensordot(sizes, apart**2, 1) / (len(sizes) - 1)  # of a sample
+        error = np.sqrt(variance * np.sum(weights**2 / sizes))
+        return error.item() if self._shape is None else error
 
     def state_dict(self) -> dict[str, Any]:
         """All there is to know, as plain data in the layout of `tailavg.core.state`.
