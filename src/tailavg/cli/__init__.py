@@ -15,6 +15,7 @@ with needs("cli"):
 
     from tailavg.cli.checkpoints import checkpoints
     from tailavg.cli.common import FAILED, say
+    from tailavg.cli.plot import plot
     from tailavg.cli.profile import profile
     from tailavg.cli.reproduce import reproduce
     from tailavg.cli.stream import stream
@@ -53,6 +54,7 @@ def _main(
 app.command()(profile)
 app.command()(checkpoints)
 app.command()(stream)
+app.command()(plot)
 app.command()(reproduce)
 
 

@@ -74,6 +74,11 @@ class Blocks:
         if last and signals.arrived() is None:
             yield last + b"\n"
 
+    def close(self) -> None:
+        """Close a file that was opened."""
+        if self._input:
+            os.close(self._input)
+
     def _read(self) -> bytes | None:
         """What has arrived, at least one byte; nothing at the end of the input, None in a pause."""
         parts: list[bytes] = []

@@ -276,7 +276,7 @@ class TailAverage:
             >>> average = TailAverage(AnytimeWindow(1000, accumulators=12))
             >>> average.update_many(np.random.default_rng(0).normal(size=5000))
             >>> float(round(average.standard_error(), 3))  # 1000 samples of variance 1: about 0.032
-            0.025
+            0.037
         """
         clock = self._now
         t, starts = clock.count, clock.starts

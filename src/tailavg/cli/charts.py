@@ -1,0 +1,127 @@
+"""A chart of curves, by whatever means it is drawn: its lines, names, colours, limits and ticks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tailavg.cli.curves import Line
+
+__all__ = ["LISTED", "Chart", "Panel", "colour_of", "limits", "number", "ticks"]
+
+COLOURS = ["#0083cc", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8b2f8f", "#8c6d31"]
+"""Okabe and Ito's, a little darker, and two more."""
+
+SAMPLES = "#8a8f98"
+"""Of the samples of a single run."""
+
+LISTED = 20
+"""The most lines that a legend names."""
+
+
+@dataclass
+class Panel:
+    """The curves of one column."""
+
+    name: str
+    lines: list[Line]
+
+
+@dataclass
+class Chart:
+    """What is drawn, by whatever means."""
+
+    title: str
+    x_name: str
+    runs: list[str]
+    windows: list[str]
+    log_x: bool
+    log_y: bool
+    raw: bool
+    panels: list[Panel] = field(default_factory=list)
+
+    def name_of(self, line: Line) -> str:
+        """What a legend calls a line."""
+        window = "samples" if line.window < 0 else self.windows[line.window]
+        if len(self.runs) == 1:
+            return window
+        if len(self.windows) == 1 and line.window >= 0:
+            return self.runs[line.run]
+        return f"{self.runs[line.run]}, {window}"
+
+    def drawn(self, panel: Panel) -> list[Line]:
+        """The lines to draw: samples first, then averages."""
+        return sorted(
+            (line for line in panel.lines if self.raw or line.window >= 0),
+            key=lambda line: line.window >= 0,
+        )
+
+    def listed(self, panel: Panel) -> list[Line]:
+        """The lines of the legend: the averages, and of a single run the samples too."""
+        lines = self.drawn(panel)
+        return lines if len(self.runs) == 1 else [line for line in lines if line.window >= 0]
+
+
+def colour_of(chart: Chart, line: Line) -> str:
+    """A colour for each window of a single run, or for each run of several."""
+    if len(chart.runs) > 1:
+        return COLOURS[line.run % len(COLOURS)]
+    return SAMPLES if line.window < 0 else COLOURS[line.window % len(COLOURS)]
+
+
+def limits(values: Sequence[Any], log: bool) -> tuple[float, float]:
+    """The least and the greatest of arrays that can be drawn; some range if there is none."""
+    least, greatest = np.inf, -np.inf
+    for each in values:
+        usable = each[np.isfinite(each) & ((each > 0) if log else True)]
+        if len(usable):
+            least, greatest = min(least, usable.min()), max(greatest, usable.max())
+    if least > greatest:
+        return (1.0, 10.0) if log else (0.0, 1.0)
+    if least == greatest:
+        return (least / 2, least * 2) if log else (least - 0.5, least + 0.5)
+    return float(least), float(greatest)
+
+
+def ticks(least: float, greatest: float, most: int, log: bool) -> list[float]:
+    """At most so many round numbers between two; on a logarithmic axis decades, and 2s and 5s.
+
+    Examples:
+        >>> ticks(0.03, 1.12, 6, log=False), ticks(3, 20_000, 6, log=True)
+        ([0.2, 0.4, 0.6, 0.8, 1.0], [10.0, 100.0, 1000.0, 10000.0])
+    """
+    if log:
+        low, high = math.floor(math.log10(least)), math.ceil(math.log10(greatest))
+        for stride in range(1, high - low + 2):
+            for steps in ((1, 2, 5), (1,)) if stride == 1 else ((1,),):
+                powers = range(stride * math.ceil(low / stride), high + 1, stride)
+                found = [float(f"{step}e{power}") for power in powers for step in steps]
+                found = [each for each in found if least <= each <= greatest]
+                if len(found) <= most:
+                    break
+            else:
+                continue
+            break
+        if len(found) > 1:
+            return found
+    rough = (greatest - least) / max(1, most)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(nice * power for nice in (1, 2, 5, 10) if nice * power >= rough * (1 - 1e-9))
+    wholes = range(math.ceil(least / step - 1e-9), math.floor(greatest / step + 1e-9) + 1)
+    return [float(f"{whole * step:.12g}") for whole in wholes]
+
+
+def number(value: float) -> str:
+    """A number as a tick or a legend shows it.
+
+    Examples:
+        >>> number(2_500_000), number(0.00012345), number(0.25)
+        ('2,500,000', '0.0001234', '0.25')
+    """
+    if math.isfinite(value) and value == round(value) and abs(value) < 1e9:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"

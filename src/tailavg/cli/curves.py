@@ -1,0 +1,228 @@
+"""Curves of any length, held in little memory: what `tailavg plot` draws.
+
+Rows are grouped in bins, and of each bin a curve keeps its least and greatest value: all that
+shows once a bin is as narrow as a pixel. Bins are as wide as it takes to hold the curve in a few
+thousand; on a logarithmic axis, their widths grow with the row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from tailavg.core.rules import WindowRule
+from tailavg.numpy import TailAverage
+from tailavg.numpy.arithmetic import Array
+
+__all__ = ["Band", "Bins", "Grid", "Line", "Track"]
+
+BANDED = 256
+"""The most rows at which the standard error is computed."""
+
+
+class Grid:
+    """Rows at which bins end: multiples of a width, or in octaves on a logarithmic axis."""
+
+    def __init__(self, most: int, log: bool) -> None:
+        self.most, self.log = most, log
+        self.width = 1
+        self.each = most // 16  # to an octave
+
+    def ends(self, start: int, stop: int) -> Array:
+        """The ends after `start`, up to `stop`.
+
+        Examples:
+            >>> Grid(64, log=True).ends(5, 20)
+            array([ 6,  7,  8, 10, 12, 14, 16, 20])
+        """
+        if not self.log:
+            return np.arange(start // self.width + 1, stop // self.width + 1) * self.width
+        first, last = (math.floor(self.each * math.log2(max(row, 1))) for row in (start, stop))
+        ends = np.ceil(2.0 ** (np.arange(first, last + 2) / self.each) - 1e-9).astype(np.int64)
+        return np.unique(ends[(ends > start) & (ends <= stop)])
+
+    def widen(self) -> None:
+        """Make bins twice as wide."""
+        self.width *= 2
+
+    def full(self, bins: int) -> bool:
+        """Whether there are so many bins that they are to be wider."""
+        return not self.log and bins > self.most
+
+
+class Bins(NamedTuple):
+    """Consecutive bins of several curves: arrays of bins, or of curves and bins."""
+
+    end: Array
+    """The row at which it ends."""
+    first: Array
+    """The first x in it."""
+    last: Array
+    low: Array
+    """The least value of each curve; infinity if none is finite."""
+    high: Array
+    rising: Array
+    """Whether the least value comes before the greatest."""
+
+    @classmethod
+    def of(cls, xs: Array, curves: Array, before: int, cuts: Array) -> Bins:
+        """The bins of rows after row `before`, which end at `cuts` and at the last row."""
+        stop = before + len(xs)
+        ends = cuts if len(cuts) and cuts[-1] == stop else np.append(cuts, stop)
+        starts = np.concatenate([[0], ends[:-1] - before])
+        finite = np.isfinite(curves)
+        if finite.all():
+            low, high = (each.reduceat(curves, starts, axis=1) for each in (np.minimum, np.maximum))
+        else:
+            low = np.minimum.reduceat(np.where(finite, curves, np.inf), starts, axis=1)
+            high = np.maximum.reduceat(np.where(finite, curves, -np.inf), starts, axis=1)
+        lasts = ends - before - 1
+        rising = curves[:, starts] <= curves[:, lasts]  # which is enough for a narrow bin
+        return cls(ends, xs[starts], xs[lasts], low, high, rising)
+
+    def joined(self, starts: Array) -> Bins:
+        """Runs of one or two bins as one, each from a start to the next."""
+        left, right = starts, np.append(starts[1:], len(self.end)) - 1
+        later_low = self.low[:, right] < self.low[:, left]
+        later_high = self.high[:, right] > self.high[:, left]
+        one = np.where(later_low, self.rising[:, right], self.rising[:, left])
+        return Bins(
+            self.end[right],
+            self.first[left],
+            self.last[right],
+            np.minimum(self.low[:, left], self.low[:, right]),
+            np.maximum(self.high[:, left], self.high[:, right]),
+            np.where(later_low == later_high, one, later_high),
+        )
+
+    def followed(self, other: Bins) -> Bins:
+        """These, and then others."""
+        return Bins(*(np.concatenate(pair, axis=-1) for pair in zip(self, other, strict=True)))
+
+
+class Band(NamedTuple):
+    """One standard error around a curve."""
+
+    x: Array
+    low: Array
+    high: Array
+
+
+@dataclass(frozen=True, eq=False)
+class Line:
+    """A curve to draw."""
+
+    run: int
+    """Of which run it is: a file, a key, or a key in a file."""
+    window: int
+    """Of which window it is the average; -1 for the samples themselves."""
+    bins: Bins
+    band: Band | None
+    now: float
+    """Its last value."""
+    error: float
+    """The standard error of that; NaN if unknown."""
+
+    def points(self) -> tuple[Array, Array]:
+        """Points to connect, two for each bin; NaN where there is a gap."""
+        bins = self.bins
+        low, high = (np.where(np.isfinite(each), each, np.nan) for each in (bins.low, bins.high))
+        xs = np.stack([bins.first, bins.last], axis=1)
+        ys = np.stack([np.where(bins.rising, low, high), np.where(bins.rising, high, low)], axis=1)
+        kept = np.stack([np.full(len(low), True), (low != high) | (xs[:, 0] != xs[:, 1])], axis=1)
+        return xs[kept], ys[kept]
+
+
+class Track:
+    """The samples of a column of a run, and their averages."""
+
+    def __init__(self, rules: Sequence[WindowRule], most: int, log: bool, band: bool) -> None:
+        self.averages = [TailAverage(rule) for rule in rules]
+        self.count = 0
+        self._grid, self._banded = Grid(most, log), Grid(BANDED, log)
+        self._bins: Bins | None = None
+        self._band: list[tuple[int, float, list[float], list[float]]] | None = [] if band else None
+        self._last = math.nan
+
+    def take(self, xs: Array, ys: Array) -> None:
+        """Take samples, and where they are on the horizontal axis."""
+        if not len(ys):
+            return
+        curves = np.empty((1 + len(self.averages), len(ys)))
+        curves[0] = ys
+        for average, curve in zip(self.averages, curves[1:], strict=True):
+            if self._band is None:
+                curve[:] = average.scan(ys)
+        if self._band is not None:
+            self._scan(xs, ys, curves[1:])
+        before, self.count = self.count, self.count + len(ys)
+        self._last = float(ys[-1])
+        bins = Bins.of(xs, curves, before, self._grid.ends(before, self.count))
+        if self._bins is not None:
+            bins = self._bins.followed(bins)
+        cuts = set(self._grid.ends(before - 1, before).tolist())
+        if self._bins is not None and before not in cuts:  # the last bin goes on
+            starts = np.arange(len(bins.end))
+            bins = bins.joined(np.delete(starts, len(self._bins.end)))
+        while self._grid.full(len(bins.end)):
+            self._grid.widen()
+            starts = np.flatnonzero(np.append(True, bins.end[:-1] % self._grid.width == 0))
+            bins = bins.joined(starts)
+        self._bins = bins
+
+    def _scan(self, xs: Array, ys: Array, curves: Array) -> None:
+        """Average the samples, with stops to compute standard errors."""
+        assert self._band is not None
+        stops = self._banded.ends(self.count, self.count + len(ys)) - self.count
+        start = 0
+        while start < len(ys):
+            stop = int(stops[0]) if len(stops) else len(ys)
+            for average, curve in zip(self.averages, curves, strict=True):
+                curve[start:stop] = average.scan(ys[start:stop])
+            if len(stops):
+                self._note(self.count + stop, float(xs[stop - 1]), curves[:, stop - 1].tolist())
+                later = self._banded.ends(self.count + stop, self.count + len(ys))
+                stops = later - self.count
+            start = stop
+
+    def _note(self, row: int, x: float, values: list[float]) -> None:
+        """Note the standard errors now, and forget every other one if there are many."""
+        assert self._band is not None
+        self._band.append((row, x, values, [each.standard_error() for each in self.averages]))
+        if self._banded.full(len(self._band)):
+            self._banded.widen()
+            self._band = [noted for noted in self._band if noted[0] % self._banded.width == 0]
+
+    def lines(self, run: int, after: int = 0) -> list[Line]:
+        """The curve of the samples, and those of the averages; only `after` so many rows."""
+        if self._bins is None or self.count <= after:
+            return []
+        late = self._bins.end > after
+        held = Bins(*(each[..., late] for each in self._bins))
+        found = []
+        for i in range(1 + len(self.averages)):
+            bins = held._replace(low=held.low[i], high=held.high[i], rising=held.rising[i])
+            now, error, band = self._last, math.nan, None
+            if i:
+                now = self.averages[i - 1].value()
+                if self._band is not None:
+                    error = self.averages[i - 1].standard_error()
+                    band = self._bands(i - 1, now, error, after)
+            found.append(Line(run, i - 1, bins, band, now, error))
+        return found
+
+    def _bands(self, i: int, now: float, error: float, after: int) -> Band | None:
+        assert self._band is not None
+        assert self._bins is not None
+        late = [noted for noted in self._band if noted[0] > after]
+        noted = [(x, values[i], errors[i]) for _, x, values, errors in late]
+        x, value, spread = np.array([*noted, (self._bins.last[-1], now, error)]).T
+        known = np.isfinite(spread)
+        if known.sum() < 2:
+            return None
+        x, value, spread = x[known], value[known], spread[known]
+        return Band(x, value - spread, value + spread)

@@ -1,0 +1,91 @@
+"""Pictures in files: curves drawn by matplotlib, and how any figure is saved."""
+
+from __future__ import annotations
+
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from tailavg.cli.charts import LISTED, Chart, Panel, colour_of
+from tailavg.cli.common import fail
+from tailavg.core.files import whole_file
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["draw", "save", "write"]
+
+DASHES = ["-", "--", ":", "-."]
+
+
+def draw(chart: Chart, path: Path) -> None:
+    """Draw curves to a file."""
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ImportError:
+        fail("--output needs matplotlib; install it with: pip install 'tailavg[plot]'")
+    style: Any = {"svg.hashsalt": "tailavg", "axes.grid": True, "grid.alpha": 0.25}
+    style |= {"axes.spines.top": False, "axes.spines.right": False, "legend.edgecolor": "none"}
+    with rc_context(style):
+        figure = Figure(figsize=(9, 0.8 + 3.6 * len(chart.panels)), layout="constrained")
+        every = figure.subplots(len(chart.panels), sharex=True, squeeze=False)[:, 0]
+        for axes, panel in zip(every, chart.panels, strict=True):
+            _draw_panel(chart, panel, axes)
+        every[0].set_title(chart.title)
+        every[-1].set_xlabel(chart.x_name)
+        save(figure, path, "--output")
+
+
+def _draw_panel(chart: Chart, panel: Panel, axes: Axes) -> None:
+    if chart.log_x:
+        axes.set_xscale("log")
+    if chart.log_y:
+        axes.set_yscale("log", nonpositive="mask")
+    listed = chart.listed(panel)
+    for line in chart.drawn(panel):
+        colour, shown = colour_of(chart, line), line in listed[:LISTED]
+        label = chart.name_of(line) if shown else None
+        if line.window < 0:
+            several = len(chart.runs) > 1
+            thin: dict[str, Any] = {"linewidth": 0.5, "alpha": 0.3 if several else 0.55}
+            axes.plot(*line.points(), color=colour, label=label, zorder=1, **thin)
+            continue
+        dashes = DASHES[line.window % len(DASHES)] if len(chart.runs) > 1 else "-"
+        axes.plot(*line.points(), dashes, color=colour, linewidth=1.6, label=label, zorder=3)
+        if line.band is not None:
+            axes.fill_between(*line.band, color=colour, alpha=0.2, linewidth=0, zorder=2)
+    if not chart.log_x:
+        axes.xaxis.set_major_formatter("{x:,.10g}")
+    axes.set_ylabel(panel.name)
+    if listed:
+        left = len(listed) - LISTED
+        axes.legend(title=f"and {left} more" if left > 0 else None)
+
+
+def save(figure: Figure, path: Path, option: str) -> None:
+    """Write a figure whole; fail if its kind is not known."""
+    image = BytesIO()
+    kind = path.suffix.removeprefix(".").lower()
+    undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
+    try:
+        figure.savefig(image, format=kind, metadata=undated, dpi=150)
+    except ValueError:
+        kinds = ", ".join(sorted(figure.canvas.get_supported_filetypes()))
+        raise typer.BadParameter(
+            f"expected a file name that ends in one of {kinds}, got {path.name!r}",
+            param_hint=option,
+        ) from None
+    write(image.getvalue(), path)
+
+
+def write(data: bytes, path: Path) -> None:
+    """Write a picture, whole or not at all."""
+    try:
+        with whole_file(path) as file:
+            file.write(data)
+    except OSError as error:
+        fail(f"{path}: cannot write the plot: {error.strerror}")
