@@ -37,6 +37,7 @@ __all__ = [
     "decode",
     "encode",
     "format_numbers",
+    "nearest",
     "parse_column",
     "parse_numbers",
     "short",
@@ -124,7 +125,7 @@ class PlainInput:
         assert self.names is not None
         for name in [*self.columns, *([] if self.by is None else [self.by])]:
             if name not in self.names:
-                fail(f"no column {short(name)} in the header; {_nearest(name, self.names)}")
+                fail(f"no column {short(name)} in the header; {nearest(name, self.names)}")
         for name in self.averages:
             if name in self.names:
                 fail(f"the input already has a column {name!r}, the name of the average; rename it")
@@ -289,7 +290,7 @@ def short(text: str) -> str:
     return repr(text) if len(text) <= 60 else f"{text[:50]!r}… ({len(text)} characters)"
 
 
-def _nearest(name: str, names: list[str]) -> str:
+def nearest(name: str, names: list[str]) -> str:
     """The columns there are; of many, those with the most similar names."""
     if len(names) <= NEAREST:
         return f"there are: {', '.join(map(_clipped, names))}"

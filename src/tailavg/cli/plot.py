@@ -15,6 +15,7 @@ import typer
 from tailavg.cli.charts import Chart, Panel
 from tailavg.cli.common import Method, fail, parse_rule, parse_windows, say
 from tailavg.cli.curves import Track
+from tailavg.cli.events import has_events, read_events
 from tailavg.cli.rows import MANY, Blocks, Rows, check_input, source_of
 from tailavg.core import signals
 from tailavg.core.rules import WindowRule
@@ -35,7 +36,7 @@ WAITING = Act.insist if os.name == "posix" else Act.stop  # what a signal does t
 def plot(
     files: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[FILES]...", help="The files to read, one run each; - is stdin."),
+        typer.Argument(metavar="FILES", help="The files to read, one run each; - is stdin."),
     ] = None,
     window: Annotated[
         str | None,
@@ -101,7 +102,8 @@ def plot(
     """Draw curves and their tail averages.
 
     Reads what `tailavg stream` reads: one number per line, CSV (--column) or JSON lines (--field),
-    of any length, in little memory. Several columns are drawn below one another.
+    of any length, in little memory; and TensorBoard's event files or their folders (--column is
+    then a tag). Several columns are drawn below one another.
 
     Examples: tailavg plot train.csv --column loss --windows 0.1,0.25,1000 -o loss.svg
 
@@ -124,9 +126,13 @@ def plot(
     banded = band and method is Method.anytime
     curves = Curves(names, x, after, rules, DETAIL.get(suffix, BINS), log_x, banded)
     inputs = files or ["-"]
+    if (logged := any(map(has_events, inputs))) and (not column or by is not None or x is not None):
+        raise typer.BadParameter(
+            "event files are read with --column TAG, and without --by and --x: they have steps"
+        )
     chart = Chart(
         title=", ".join(map(_name, inputs)) if title is None and files else title or "",
-        x_name=x or ("sample" if names == ["value"] else "row"),
+        x_name=x or ("step" if logged else "row" if column or fields else "sample"),
         runs=[],
         windows=[window_title(one) for one in chosen],
         log_x=log_x,
@@ -136,6 +142,10 @@ def plot(
     screen = Screen(chart, curves) if output is None else None
     with screen.live() if screen and live else nullcontext():
         for file, label in zip(inputs, _labels(inputs), strict=True):
+            if has_events(file):
+                for place, curve in enumerate(read_events(file, names)):
+                    curves.take_column(label, place, *curve)
+                continue
             columns = [*([] if x is None else [x]), *names]
             source = source_of(columns if column else None, columns if fields else None, by)
             source.suffixes = []  # no column is added, so that none is taken
@@ -239,6 +249,10 @@ class Curves:
         self._made = (rules, most, log, band)
         self.runs: dict[tuple[str, str], list[Track]] = {}
 
+    def take_column(self, file: str, place: int, xs: Array, ys: Array) -> None:
+        """Take a curve of a file, with its own horizontal axis."""
+        self._tracks(file, "")[place].take(xs, ys)
+
     def take(self, file: str, numbers: Array, keys: list[str]) -> None:
         """Take rows of a file; with keys, each for its own run."""
         if not len(numbers):
@@ -255,11 +269,7 @@ class Curves:
 
     @np.errstate(all="ignore")
     def _extend(self, file: str, key: str, numbers: Array) -> None:
-        tracks = self.runs.get((file, key))
-        if tracks is None:
-            if len(self.runs) == RUNS:
-                fail(f"expected at most {RUNS} runs to draw, got more; choose a coarser --by")
-            tracks = self.runs[file, key] = [Track(*self._made) for _ in self.names]
+        tracks = self._tracks(file, key)
         count = tracks[0].count
         if self._x is None:
             xs: Array = np.arange(count + 1.0, count + 1.0 + len(numbers))
@@ -267,6 +277,14 @@ class Curves:
             xs, numbers = numbers[:, 0], numbers[:, 1:]
         for track, ys in zip(tracks, numbers.T, strict=True):
             track.take(xs, ys)
+
+    def _tracks(self, file: str, key: str) -> list[Track]:
+        tracks = self.runs.get((file, key))
+        if tracks is None:
+            if len(self.runs) == RUNS:
+                fail(f"expected at most {RUNS} runs to draw, got more; choose a coarser --by")
+            tracks = self.runs[file, key] = [Track(*self._made) for _ in self.names]
+        return tracks
 
     def drawn_in(self, chart: Chart) -> Chart:
         """The chart, with the curves as they are now."""

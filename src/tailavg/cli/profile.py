@@ -17,7 +17,6 @@ import typer
 
 from tailavg.cli.common import fail, parse_window
 from tailavg.core.clock import starts_at
-from tailavg.core.files import whole_file
 from tailavg.core.profile import Profile, newest_first
 from tailavg.core.profile import profile as summarise
 from tailavg.core.rules import AnytimeWindow, ExactWindow, Exponential, RawTail, WindowRule
@@ -258,7 +257,7 @@ def _in_bytes(size: float) -> str:
 
 def _plot(rules: Mapping[str, WindowRule], t: int, path: Path) -> None:
     """Draw weights by age, in multiples of an even weight over the window."""
-    from io import BytesIO
+    from tailavg.cli.pictures import save
 
     try:
         from matplotlib import rc_context, style
@@ -281,21 +280,7 @@ def _plot(rules: Mapping[str, WindowRule], t: int, path: Path) -> None:
             xlim=(-0.02 * reach, reach),
         )
         axes.legend()
-        image = BytesIO()
-        kind = path.suffix.removeprefix(".").lower()
-        try:
-            figure.savefig(image, format=kind, metadata={"Date": None} if kind == "svg" else None)
-        except ValueError:
-            kinds = ", ".join(sorted(figure.canvas.get_supported_filetypes()))
-            raise typer.BadParameter(
-                f"expected a file name that ends in one of {kinds}, got {path.name!r}",
-                param_hint="--plot",
-            ) from None
-    try:
-        with whole_file(path) as file:
-            file.write(image.getvalue())
-    except OSError as error:
-        fail(f"{path}: cannot write the plot: {error.strerror}")
+        save(figure, path, "--plot")
 
 
 def _styles() -> Iterable[str]:

@@ -1,0 +1,52 @@
+"""TensorBoard's event files, read by TensorBoard itself: the steps and values of scalars."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from tailavg.cli.common import fail
+from tailavg.cli.lines import nearest, short
+from tailavg.numpy.arithmetic import Array
+
+__all__ = ["has_events", "read_events"]
+
+
+def has_events(file: str) -> bool:
+    """Whether a file is one of TensorBoard's, or a folder."""
+    return "tfevents" in Path(file).name or Path(file).is_dir()
+
+
+def read_events(file: str, tags: list[str]) -> list[tuple[Array, Array]]:
+    """Of each tag, the steps and the values."""
+    try:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+        from tensorboard.util.tensor_util import make_ndarray
+    except ImportError:
+        fail(
+            f"{file}: event files are read by TensorBoard; install it with: "
+            "pip install 'tailavg[tensorboard]'"
+        )
+    events = EventAccumulator(file, size_guidance={"scalars": 0, "tensors": 0})
+    events.Reload()
+    found = events.Tags()
+    names = [*found["scalars"], *found["tensors"]]
+    if not names:
+        fail(f"{file}: expected event files with scalars, got none")
+    curves = []
+    for tag in tags:
+        if tag in found["scalars"]:
+            pairs = [(event.step, event.value) for event in events.Scalars(tag)]
+        elif tag in found["tensors"]:
+            tensors = [
+                (event.step, make_ndarray(event.tensor_proto)) for event in events.Tensors(tag)
+            ]
+            if any(np.ndim(value) for _, value in tensors):
+                fail(f"{file}: expected numbers under the tag {tag!r}, got arrays")
+            pairs = [(step, float(value)) for step, value in tensors]
+        else:
+            fail(f"{file}: no tag {short(tag)}; {nearest(tag, names)}")
+        steps, values = np.array(pairs, np.float64).T
+        curves.append((steps, values))
+    return curves
