@@ -13,7 +13,8 @@ PROFILE = ["profile", "--window", "0.25", "--count", "1e7"]
 
 @pytest.fixture
 def run_folder(tmp_path):
-    """Checkpoints that take a while to average."""
+    """Checkpoints that take a while to average, and numbers to draw."""
+    (tmp_path / "numbers.txt").write_text("1\n2\n3\n")
     for step in range(4):
         save_file({"x": np.full(3_000_000, step, np.float32)}, tmp_path / f"{step}.safetensors")
     return tmp_path
@@ -29,5 +30,6 @@ COMMANDS = {
     "reproduce": REPRODUCE,
     "help": ["--help"],
     "version": ["--version"],
+    "plot": ["plot", "numbers.txt"],
     "stream": ["stream", "-w", "2", os.devnull],
 }

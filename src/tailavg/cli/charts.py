@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from tailavg.cli.curves import Line
 
-__all__ = ["LISTED", "Chart", "Panel", "colour_of", "limits", "number", "ticks"]
+__all__ = ["LISTED", "Chart", "Panel", "colour_of", "labels", "limits", "number", "ticks"]
 
 COLOURS = ["#0083cc", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8b2f8f", "#8c6d31"]
 """Okabe and Ito's, a little darker, and two more."""
@@ -112,11 +113,11 @@ def ticks(least: float, greatest: float, most: int, log: bool) -> list[float]:
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(nice * power for nice in (1, 2, 5, 10) if nice * power >= rough * (1 - 1e-9))
     wholes = range(math.ceil(least / step - 1e-9), math.floor(greatest / step + 1e-9) + 1)
-    return [float(f"{whole * step:.12g}") for whole in wholes]
+    return [float(f"{whole * step:.15g}") for whole in wholes]
 
 
-def number(value: float) -> str:
-    """A number as a tick or a legend shows it.
+def number(value: float, digits: int = 4) -> str:
+    """A number as a legend shows it.
 
     Examples:
         >>> number(2_500_000), number(0.00012345), number(0.25)
@@ -124,4 +125,18 @@ def number(value: float) -> str:
     """
     if math.isfinite(value) and value == round(value) and abs(value) < 1e9:
         return f"{value:,.0f}"
-    return f"{value:.4g}"
+    return f"{value:.{digits}g}"
+
+
+def labels(found: Sequence[float]) -> list[str]:
+    """Ticks as an axis shows them: with as many digits as they have.
+
+    Examples:
+        >>> labels([10000.5, 10001.0, 10001.5])
+        ['10000.5', '10,001', '10001.5']
+    """
+    near = 1e-3 * min((b - a for a, b in pairwise(found)), default=0.0)
+    digits = 4
+    while digits < 16 and any(abs(float(f"{each:.{digits}g}") - each) > near for each in found):
+        digits += 1
+    return [number(tick, digits) for tick in found]

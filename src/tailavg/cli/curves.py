@@ -133,7 +133,8 @@ class Line:
         low, high = (np.where(np.isfinite(each), each, np.nan) for each in (bins.low, bins.high))
         xs = np.stack([bins.first, bins.last], axis=1)
         ys = np.stack([np.where(bins.rising, low, high), np.where(bins.rising, high, low)], axis=1)
-        kept = np.stack([np.full(len(low), True), (low != high) | (xs[:, 0] != xs[:, 1])], axis=1)
+        two = (low < high) | (xs[:, 0] != xs[:, 1])
+        kept = np.stack([np.full(len(low), True), two], axis=1)
         return xs[kept], ys[kept]
 
 
@@ -218,7 +219,7 @@ class Track:
     def _bands(self, i: int, now: float, error: float, after: int) -> Band | None:
         assert self._band is not None
         assert self._bins is not None
-        late = [noted for noted in self._band if noted[0] > after]
+        late = [noted for noted in self._band if after < noted[0] < self.count]
         noted = [(x, values[i], errors[i]) for _, x, values, errors in late]
         x, value, spread = np.array([*noted, (self._bins.last[-1], now, error)]).T
         known = np.isfinite(spread)

@@ -7,7 +7,7 @@ import math
 import numpy as np
 from rich.text import Text
 
-from tailavg.cli.charts import LISTED, Chart, Panel, colour_of, limits, number, ticks
+from tailavg.cli.charts import LISTED, Chart, Panel, colour_of, labels, limits, number, ticks
 from tailavg.numpy.arithmetic import Array
 
 __all__ = ["HEIGHT", "text"]
@@ -33,7 +33,8 @@ def _panel(chart: Chart, panel: Panel, width: int, height: int, unicode: bool) -
     legend = _legend(chart, panel, width, unicode)
     rows = max(4, height - 3 - legend.plain.count("\n"))
     y_ticks = ticks(*y_limits, max(3, rows // 3), chart.log_y)
-    margin = max([len(number(tick)) for tick in y_ticks], default=0) + 1
+    y_labels = labels(y_ticks)
+    margin = max(map(len, y_labels)) + 1
     columns = width - margin - 1
     bits, owners = np.zeros((2, rows, columns), np.int64)
     for i, (xs, ys) in enumerate(points):
@@ -42,7 +43,10 @@ def _panel(chart: Chart, panel: Panel, width: int, height: int, unicode: bool) -
         drawn = _dots(across, down, 2 * columns, 4 * rows)
         # the averages hide samples behind them
         bits, owners = np.where(drawn, drawn, bits), np.where(drawn, i, owners)
-    places = {_row(tick, y_limits, chart.log_y, rows): number(tick) for tick in y_ticks}
+    places = {
+        _row(tick, y_limits, chart.log_y, rows): label
+        for tick, label in zip(y_ticks, y_labels, strict=True)
+    }
     edge, corner, bar = ("│", "└", "─") if unicode else ("|", "+", "-")
     out = Text(f"{panel.name}  ", style="bold").append_text(legend).append("\n")
     for row in range(rows):
@@ -93,8 +97,7 @@ def _below(
     end = len(cells) - len(name)
     cells[end:] = name
     free = 0
-    for tick in found:
-        shown = number(tick)
+    for tick, shown in zip(found, labels(found), strict=True):
         place = left + round(float(_placed(np.array(tick), between, chart.log_x)) * (columns - 1))
         start = max(0, place - len(shown) // 2)
         if free <= start and start + len(shown) < end:

@@ -1,0 +1,134 @@
+"""Curves in bins: each bin has the least and greatest of its rows, however they came."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from tailavg import AnytimeWindow, TailAverage
+from tailavg.cli.charts import limits, ticks
+from tailavg.cli.curves import BANDED, Grid, Track
+
+RULE = AnytimeWindow(0.3, 12)
+
+
+def samples(size, seed=0, odd=()):
+    ys = np.random.default_rng(seed).normal(size=size)
+    for place, value in odd:
+        ys[place % size] = value
+    return np.arange(size) * 2.5, ys
+
+
+def taken(xs, ys, cuts, most=64, log=False, band=True):
+    track = Track([RULE], most, log, band)
+    edges = [0, *sorted(cut % (len(ys) + 1) for cut in cuts), len(ys)]
+    for start, stop in pairwise(edges):
+        track.take(xs[start:stop], ys[start:stop])
+    return track
+
+
+@given(
+    st.integers(1, 3000),
+    st.lists(st.integers(0, 3000), max_size=8),
+    st.booleans(),
+    st.lists(st.tuples(st.integers(0, 3000), st.sampled_from([np.nan, np.inf, -np.inf]))),
+)
+@example(64, [], False, [])
+@example(65, [64], False, [])
+@example(129, list(range(129)), False, [])
+@example(1, [], True, [(0, np.nan)])
+def test_bins_hold_the_extremes_of_their_rows(size, cuts, log, odd):
+    xs, ys = samples(size, odd=odd)
+    averages = TailAverage(RULE).scan(ys)
+    track = taken(xs, ys, cuts, log=log)
+    ends = track.lines(0)[0].bins.end
+    assert ends[-1] == size
+    assert len(ends) <= 64 if not log else len(ends) <= 8 * np.log2(size + 1) + 8
+    for line, curve in zip(track.lines(0), (ys, averages), strict=True):
+        bins = line.bins
+        starts = np.concatenate([[0], ends[:-1]])
+        np.testing.assert_array_equal(bins.end, ends)
+        for i, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            rows = curve[start:end]
+            rows = rows[np.isfinite(rows)]
+            assert (bins.first[i], bins.last[i]) == (xs[start], xs[end - 1])
+            assert bins.low[i] == pytest.approx(rows.min(initial=np.inf), rel=1e-12)
+            assert bins.high[i] == pytest.approx(rows.max(initial=-np.inf), rel=1e-12)
+    assert track.lines(0)[1].now == pytest.approx(averages[-1], nan_ok=True)
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_does_not_depend_on_how_rows_come(log):
+    xs, ys = samples(5000)
+    whole, parts = (taken(xs, ys, cuts, log=log) for cuts in ([], range(0, 5000, 7)))
+    for one, two in zip(whole.lines(0), parts.lines(0), strict=True):
+        for field in ("end", "first", "last"):
+            np.testing.assert_array_equal(getattr(one.bins, field), getattr(two.bins, field))
+        for field in ("low", "high"):
+            np.testing.assert_allclose(getattr(one.bins, field), getattr(two.bins, field))
+        if one.band is not None:
+            for a, b in zip(one.band, two.band, strict=True):
+                np.testing.assert_allclose(a, b)
+
+
+@pytest.mark.parametrize("size", [10, 300, 20_000])
+@pytest.mark.parametrize("log", [False, True])
+def test_band_is_a_standard_error_of_few_rows(size, log):
+    xs, ys = samples(size)
+    band = taken(xs, ys, [size // 3], log=log).lines(0)[1].band
+    assert len(band.x) <= BANDED + 1
+    assert size < 30 or len(band.x) >= BANDED // 5
+    average, done = TailAverage(RULE), 0
+    for x, low, high in zip(*band, strict=True):
+        row = round(x / 2.5) + 1
+        average.update_many(ys[done:row])
+        done = row
+        assert (high + low) / 2 == pytest.approx(average.value())
+        assert (high - low) / 2 == pytest.approx(average.standard_error())
+    assert done == size
+
+
+def test_points_pass_through_every_sample_of_narrow_bins():
+    xs, ys = samples(100)
+    for most in (128, 64):  # one and two samples to a bin
+        line = taken(xs, ys, [], most=most).lines(0)[0]
+        np.testing.assert_array_equal(line.points(), [xs, ys])
+
+
+def test_gaps_are_not_bridged():
+    xs, ys = samples(10, odd=[(4, np.nan)])
+    _, drawn = taken(xs, ys, []).lines(0)[0].points()
+    np.testing.assert_array_equal(np.isnan(drawn), np.arange(10) == 4)
+
+
+@given(st.floats(-1e6, 1e6), st.floats(1e-3, 1e6), st.integers(3, 12))
+def test_ticks_are_few_and_within(least, width, most):
+    found = ticks(least, least + width, most, log=False)
+    assert 1 <= len(found) <= most + 1
+    assert all(least - 1e-9 * width <= tick <= least + width * (1 + 1e-9) for tick in found)
+    steps = np.diff(found)
+    np.testing.assert_allclose(steps, steps[:1].repeat(len(steps)), rtol=1e-4)
+
+
+@given(st.floats(1e-9, 1e6), st.floats(1.2, 1e15), st.integers(3, 12))
+def test_ticks_of_a_logarithmic_axis(least, ratio, most):
+    found = ticks(least, least * ratio, most, log=True)
+    assert 1 <= len(found) <= most + 1
+    assert all(least * (1 - 1e-9) <= tick <= least * ratio * (1 + 1e-9) for tick in found)
+
+
+def test_limits():
+    values = [np.array([np.nan, 3.0, -1.0]), np.array([np.inf, 0.5])]
+    assert limits(values, log=False) == (-1.0, 3.0)
+    assert limits(values, log=True) == (0.5, 3.0)
+    assert limits([np.array([2.0])], log=False) == (1.5, 2.5)
+    assert limits([np.array([np.nan])], log=True) == (1.0, 10.0)
+
+
+def test_a_grid_in_octaves_has_all_ends_whatever_it_is_asked():
+    grid = Grid(256, log=True)
+    whole = grid.ends(0, 10_000)
+    parts = [grid.ends(start, start + 37) for start in range(0, 10_000, 37)]
+    np.testing.assert_array_equal(np.concatenate(parts)[: len(whole)], whole)
