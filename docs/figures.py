@@ -8,6 +8,7 @@ Long training runs are not repeated: their figures are drawn from the CSV files 
 import contextlib
 import csv
 import re
+import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -415,8 +416,24 @@ def spark() -> None:
     save(figure, "spark.svg")
 
 
+def plotted() -> None:
+    """What `tailavg plot` draws, of a loss that falls under noise that lasts for a while."""
+    noise = np.random.default_rng(0).normal(size=4000)
+    for t in range(1, len(noise)):
+        noise[t] = 0.8 * noise[t - 1] + 0.6 * noise[t]
+    steps = np.arange(1, len(noise) + 1)
+    losses = 2 + 2 / (1 + steps / 500) + 0.2 * noise
+    with TemporaryDirectory() as folder:
+        rows = [f"{step},{loss:.6f}\n" for step, loss in zip(steps, losses, strict=True)]
+        (Path(folder) / "train.csv").write_text("step,loss\n" + "".join(rows))
+        options = "plot train.csv --column loss --windows 0.1,0.25,1000 -o loss.svg"
+        command = [sys.executable, "-m", "tailavg", *options.split()]
+        subprocess.run(command, cwd=folder, check=True)
+        (FOLDER / "plot.svg").write_bytes((Path(folder) / "loss.svg").read_bytes())
+
+
 DRAWINGS = (
-    *(memory, anytime, tutorial, weights, turns, blocks, overhead, touched, decays, spark),
+    *(plotted, memory, anytime, tutorial, weights, turns, blocks, overhead, touched, decays, spark),
     *(anytime_language_model, trained, reproduction),
 )
 

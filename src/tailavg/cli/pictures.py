@@ -26,10 +26,12 @@ def draw(chart: Chart, path: Path) -> None:
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
+
+        from tailavg.experiments.figures import LOOK
     except ImportError:
         fail("--output needs matplotlib; install it with: pip install 'tailavg[plot]'")
-    style: Any = {"svg.hashsalt": "tailavg", "axes.grid": True, "grid.alpha": 0.25}
-    style |= {"axes.spines.top": False, "axes.spines.right": False, "legend.edgecolor": "none"}
+    # samples are everywhere: the legend has paper of its own
+    style = LOOK | {"legend.frameon": True, "legend.edgecolor": "none", "legend.framealpha": 0.85}
     with rc_context(style):
         figure = Figure(figsize=(9, 0.8 + 3.6 * len(chart.panels)), layout="constrained")
         every = figure.subplots(len(chart.panels), sharex=True, squeeze=False)[:, 0]
@@ -55,7 +57,7 @@ def _draw_panel(chart: Chart, panel: Panel, axes: Axes) -> None:
             axes.plot(*line.points(), color=colour, label=label, zorder=1, **thin)
             continue
         dashes = DASHES[line.window % len(DASHES)] if len(chart.runs) > 1 else "-"
-        axes.plot(*line.points(), dashes, color=colour, linewidth=1.6, label=label, zorder=3)
+        axes.plot(*line.points(), dashes, color=colour, label=label, zorder=3)
         if line.band is not None:
             axes.fill_between(*line.band, color=colour, alpha=0.2, linewidth=0, zorder=2)
     if not chart.log_x:

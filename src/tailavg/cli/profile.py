@@ -262,12 +262,14 @@ def _plot(rules: Mapping[str, WindowRule], t: int, path: Path) -> None:
     try:
         from matplotlib import rc_context, style
         from matplotlib.figure import Figure
+
+        from tailavg.experiments.figures import LOOK
     except ImportError:
         fail("--plot needs matplotlib; install it with: pip install 'tailavg[plot]'")
 
     size = min(float(t), float(rules["exact"].size(t)))
     reach = min(float(t), 2.5 * size)
-    with style.context("tableau-colorblind10"), rc_context({"svg.hashsalt": "tailavg"}):
+    with style.context("tableau-colorblind10"), rc_context(LOOK):
         figure = Figure(figsize=(9, 4), layout="constrained")
         axes = figure.subplots()
         for (name, rule), line in zip(rules.items(), chain(["-.", ":"], _styles()), strict=False):
