@@ -7,9 +7,12 @@ Long training runs are not repeated: their figures are drawn from the CSV files 
 
 import contextlib
 import csv
+import os
 import re
+import shlex
 import subprocess
 import sys
+from html import escape
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,6 +25,8 @@ import style
 from matplotlib import pyplot as plt
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
+from rich.console import Console
+from rich.text import Text
 from style import ANYTAIL, ANYTIME, EXACT, EXPONENTIAL, LIGHT, OTHERS, RAW
 
 from tailavg import AnyTail, AnytimeWindow, Decay, ExactWindow, Exponential, TailAverage
@@ -432,8 +437,62 @@ def plotted() -> None:
         (FOLDER / "plot.svg").write_bytes((Path(folder) / "loss.svg").read_bytes())
 
 
+def terminal() -> None:
+    """What the command in docs/plot.md shows in a terminal, dot by dot: fonts differ in these."""
+    command = re.search(r"\$ (seq .*)", (DOCS / "plot.md").read_text())[1]
+    command = command.replace("tailavg", f"{shlex.quote(sys.executable)} -m tailavg")
+    look = {"COLUMNS": "92", "LINES": "22", "FORCE_COLOR": "1", "COLORTERM": "truecolor"}
+    drawn = subprocess.run(
+        command, shell=True, check=True, capture_output=True, env=os.environ | look
+    )
+    lines = Text.from_ansi(drawn.stdout.decode()).split("\n")
+    wide, tall, shapes = 9, 18, []
+    for row, line in enumerate(lines):
+        for column, cell in enumerate(line.plain.rstrip()):
+            style = line.get_style_at_offset(Console(), column)
+            ink = (
+                style.color.get_truecolor().hex
+                if style.color
+                else "#9aa3ad"
+                if style.dim
+                else "#e7eaee"
+            )
+            x, y = 16 + column * wide, 16 + row * tall
+            bits = ord(cell) - 0x2800
+            if not 0 < bits < 256:
+                shapes.append(f'<text x="{x}" y="{y + 14}" fill="{ink}">{escape(cell)}</text>')
+                continue
+            for bit, (right, down) in enumerate(
+                ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (0, 3), (1, 3))
+            ):
+                if bits >> bit & 1:
+                    at = x + 2.5 + 4.5 * right, y + 2.5 + 4.5 * down
+                    shapes.append(f'<circle cx="{at[0]}" cy="{at[1]}" r="1.6" fill="{ink}"/>')
+    size = f'width="{92 * wide + 32}" height="{len(lines) * tall + 32}"'
+    font = 'font-family="monospace" font-size="15"'
+    paper = '<rect width="100%" height="100%" rx="8" fill="#14171c"/>'
+    (FOLDER / "terminal.svg").write_text(
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font}>\n{paper}\n'
+        + "\n".join(shapes)
+        + "\n</svg>\n"
+    )
+
+
 DRAWINGS = (
-    *(plotted, memory, anytime, tutorial, weights, turns, blocks, overhead, touched, decays, spark),
+    *(
+        plotted,
+        terminal,
+        memory,
+        anytime,
+        tutorial,
+        weights,
+        turns,
+        blocks,
+        overhead,
+        touched,
+        decays,
+        spark,
+    ),
     *(anytime_language_model, trained, reproduction),
 )
 

@@ -4,7 +4,6 @@ import base64
 import json
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -14,7 +13,6 @@ from xml.etree import ElementTree as ET
 import numpy as np
 import pytest
 
-from paths import DOCS
 from tailavg import AnytimeWindow, Exponential, Growing, TailAverage
 
 TAILAVG = [sys.executable, "-m", "tailavg", "plot"]
@@ -239,17 +237,6 @@ def test_terminal_shows_the_curve(tmp_path):
         assert near.min() <= 2
     assert "the last 1 90,000" in text
     assert re.search(r"80,000┤", text)
-
-
-def test_the_chart_of_the_docs(tmp_path):
-    """What docs/plot.md shows is what the command draws."""
-    page = (DOCS / "plot.md").read_text(encoding="utf-8")
-    command, chart = re.search(r"\$ (seq .*?)\n(.*?)\n```", page, re.DOTALL).groups()
-    command = command.replace("tailavg", f"{shlex.quote(sys.executable)} -m tailavg")
-    size = {"COLUMNS": "90", "LINES": "22"}
-    shown = subprocess.run(command, shell=True, env=ENV | size, capture_output=True, cwd=tmp_path)
-    text = shown.stdout.decode("utf-8")
-    assert [line.rstrip() for line in text.rstrip("\n").split("\n")] == chart.split("\n")
 
 
 def test_terminal_without_unicode(runs, tmp_path):
