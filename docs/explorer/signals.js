@@ -1,0 +1,103 @@
+// How averages follow a stream that changes after step t: a step, a drift, one bad sample, noise.
+
+const signals = (() => {
+  "use strict";
+
+  const POINTS = 200; // steps at which a chart has a value
+  const REACH = 2.5; // a chart goes on for so many windows
+
+  /** A number from a normal distribution, always the same one for the same place. */
+  function normal(place) {
+    const uniform = (seed) => {
+      let x = Math.imul(seed ^ (seed >>> 16), 0x45d9f3b);
+      x = Math.imul(x ^ (x >>> 16), 0x45d9f3b);
+      return (((x ^ (x >>> 16)) >>> 0) + 0.5) / 2 ** 32;
+    };
+    const radius = Math.sqrt(-2 * Math.log(uniform(2 * place + 1)));
+    return radius * Math.cos(2 * Math.PI * uniform(2 * place + 2));
+  }
+
+  /** Noise of variance 1 from step `from` to step `to`; in a long one, runs of samples share a value. */
+  function noise(from, to, n) {
+    const width = 2 ** Math.max(0, Math.ceil(Math.log2(n / 128)));
+    const first = Math.floor(from / width), cells = Math.ceil(to / width) - first + 1;
+    const values = new Float64Array(cells), totals = new Float64Array(cells + 1);
+    for (let cell = 0; cell < cells; cell++) {
+      values[cell] = normal(first + cell) / Math.sqrt(width);
+      totals[cell + 1] = totals[cell] + values[cell] * width;
+    }
+    const cellOf = (i) => Math.floor(i / width) - first;
+    return {
+      value: (i) => values[cellOf(i - 1)] ?? 0,
+      total: (i) => {
+        const cell = Math.max(0, cellOf(i));
+        return i / width <= first ? 0 : totals[cell] + values[cell] * (i - (first + cell) * width);
+      },
+    };
+  }
+
+  /** Each signal by the value of sample i, and the total of the samples up to i. */
+  function after(t, n, horizon) {
+    return {
+      step: { value: (i) => (i > t ? 1 : 0), total: (i) => Math.max(0, i - t) },
+      drift: {
+        value: (i) => Math.max(0, i - t) / n,
+        total: (i) => (Math.max(0, i - t) * (Math.max(0, i - t) + 1)) / 2 / n,
+      },
+      outlier: { value: (i) => (i === t + 1 ? n : 0), total: (i) => (i > t ? n : 0) },
+      noise: noise(Math.max(0, t - 3 * n), t + horizon, n),
+    };
+  }
+
+  /** The averages of all signals by one rule: { step: [...], drift: [...], … } at these steps. */
+  function follow(rule, t, steps, inputs) {
+    const found = Object.fromEntries(Object.keys(inputs).map((name) => [name, []]));
+    if (rule instanceof tailavg.Exponential) {
+      const now = Object.fromEntries(Object.keys(inputs).map((name) => [name, 0]));
+      const n = steps[steps.length - 1] - t;
+      let next = 0;
+      for (let i = Math.max(1, t - 2 * n); next < steps.length; i++) {
+        const decay = rule.decay(i);
+        for (const name in inputs) {
+          now[name] = decay * now[name] + (1 - decay) * inputs[name].value(i);
+          if (i === steps[next]) found[name].push(now[name]);
+        }
+        if (i === steps[next]) next++;
+      }
+      return found;
+    }
+    for (const step of steps) {
+      const runs = tailavg.newestFirst(rule, step);
+      for (const name in inputs) {
+        let end = step, average = 0;
+        for (const [size, weight] of runs) {
+          average += weight * (inputs[name].total(end) - inputs[name].total(end - size));
+          end -= size;
+        }
+        found[name].push(average);
+      }
+    }
+    return found;
+  }
+
+  /** What the charts show after step t: the steps since, the signals there, an average per rule. */
+  function responses(rules, window, t) {
+    const n = Math.max(1, Math.round(Math.min(window.size(t), t)));
+    const horizon = Math.max(10, Math.round(REACH * n));
+    const points = Math.min(POINTS, horizon);
+    const steps = Array.from({ length: points + 1 }, (_, i) => t + Math.round((i * horizon) / points));
+    const inputs = after(t, n, horizon);
+    return {
+      n,
+      since: steps.map((step) => step - t),
+      inputs: {
+        step: steps.map(inputs.step.value),
+        drift: steps.map(inputs.drift.value),
+      },
+      averages: rules.map((rule) => follow(rule, t, steps, inputs)),
+      at: (windows) => steps.findIndex((step) => step >= t + windows * n),
+    };
+  }
+
+  return { responses };
+})();
