@@ -104,9 +104,8 @@ const tailavg = (() => {
       return Math.min(Math.max(k, 1), this.most);
     }
 
-    /** k_t - k_{t-1}. */
-    growth(t) {
-      const before = this.size(t - 1), k = this.size(t);
+    /** k_t - k_{t-1}, of these two. */
+    growth(k, before) {
       return before > 1 && k < this.most ? this.c : k - before;
     }
 
@@ -212,10 +211,9 @@ const tailavg = (() => {
       this.accumulators = 1;
     }
 
-    /** The weight of the average so far when sample t = 1, 2, … comes. */
-    decay(t) {
-      const before = this.window.size(t - 1);
-      const excess = t - 1 >= before ? 1 - this.window.growth(t) : 0;
+    /** The weight of the average so far when sample t = 1, 2, … comes; of k_t and k_{t-1}. */
+    decay(t, k = this.window.size(t), before = this.window.size(t - 1)) {
+      const excess = t - 1 >= before ? 1 - this.window.growth(k, before) : 0;
       return Math.abs(root(Math.min(t - 1, before), 1, excess));
     }
   }
@@ -233,7 +231,7 @@ const tailavg = (() => {
 
   // clock.py --------------------------------------------------------------------------------------
 
-  const SAVED = 256; // every so many turns the blocks are kept, to go on from there
+  const SAVED = 64; // every so many turns the blocks are kept, to go on from there
 
   /** The blocks of a rule at any step, and when they change. */
   class Clock {
@@ -290,11 +288,13 @@ const tailavg = (() => {
   function faded(rule, t) {
     const weights = new Float64Array(t);
     let length = 0, kept = 1; // the weight of everything up to step t
+    let k = rule.window.size(t);
     while (t > 0 && kept > 0) {
       let product = 1, left = kept;
       const end = Math.max(0, t - CHUNK), from = length;
       for (let age = from; t > end; t--, age++) {
-        const decay = rule.decay(t);
+        const before = rule.window.size(t - 1), decay = rule.decay(t, k, before);
+        k = before;
         weights[age] = (1 - decay) * left;
         if (weights[age] > 0) length = age + 1;
         product *= decay;

@@ -15,6 +15,7 @@ const charts = (() => {
 
   /** A number as people write it: 1,150 or 287.5 or 0.0589. */
   function shown(x) {
+    x = Number(x.toPrecision(12)); // 287.49999999999994 is 287.5
     if (x !== 0 && Math.abs(x) < 0.0005) return x.toExponential(1).replace("e-", "e−");
     const precise = Math.abs(x) < 1 ? { maximumSignificantDigits: 3 } : { maximumFractionDigits: Math.abs(x) < 100 ? 2 : 1 };
     return x.toLocaleString("en-US", precise);
@@ -48,12 +49,22 @@ const charts = (() => {
     return points;
   }
 
+  /** The weight of the sample of this age. */
+  function weightAt(runs, age) {
+    for (const [size, run] of runs) {
+      if (age < size) return typeof run === "number" ? run : run[age];
+      age -= size;
+    }
+    return 0;
+  }
+
   const line = (points) => points.map(([x, y], i) => `${i ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`).join("");
 
   /** The main figure: blocks, the window, and what each sample weighs.
    *
-   * `shown` has runs and a name for the chosen method, `behind` the same for those behind it;
-   * `blocks` is a list of { start, end, weight, label, open }.
+   * `chosen` has the runs and the name of a method, `behind` those of the ones behind it; `blocks` is
+   * a list of { start, end, weight, label, open, fades }. Returns where samples are: the age at a
+   * place, and a function that marks it.
    */
   function weights(frame, { t, size, blocks, chosen, behind, caption }) {
     const width = frame.clientWidth, height = 330;
@@ -65,15 +76,20 @@ const charts = (() => {
 
     // blocks
     drawn.push(svg("text", { x: left, y: 14, class: "x-label" }, caption));
-    for (const { start, end, weight, label, open } of blocks) {
+    for (const { start, end, weight, label, open, fades } of blocks) {
       const from = Math.max(left, x(t - start)), to = x(t - end);
       if (to < left + 1) continue;
       const box = { x: from + 0.75, y: 24, width: Math.max(0.75, to - from - 1.5), height: 34, rx: 3 };
-      const strength = Math.min(1, weight * n);
+      const strength = (weight) => `--strength: ${(12 + 48 * Math.min(1, weight * n)).toFixed(1)}%`;
+      if (fades) {
+        const stop = (_, i) => svg("stop", {
+          offset: i / 20, class: "x-stop", style: strength(weightAt(chosen.runs, Math.floor(reach * (1 - i / 20)))) });
+        drawn.push(svg("linearGradient", { id: "x-fade" }, ...Array.from({ length: 21 }, stop)));
+      }
       drawn.push(
         svg("rect", {
-          ...box, class: `x-block${open ? " x-open" : ""}${weight > 0 ? "" : " x-idle"}`,
-          "data-start": start, "data-end": end, style: `--strength: ${(12 + 48 * strength).toFixed(1)}%`,
+          ...box, class: `x-block${open ? " x-open" : ""}${weight > 0 ? "" : " x-idle"}${fades ? " x-fades" : ""}`,
+          "data-start": start, "data-end": end, style: strength(weight),
         }, svg("title", {}, `samples ${(start + 1).toLocaleString("en-US")} to ${end.toLocaleString("en-US")}`)),
       );
       if (to - from > 9 * label.length + 8)
@@ -85,7 +101,7 @@ const charts = (() => {
     drawn.push(
       svg("path", { d: `M${edge} 66v8H${right}v-8`, class: "x-bracket" }),
       svg("text", { x: right, y: 90, class: "x-label x-end" },
-        `window: the last ${shown(size)}${size > t ? `, of which ${shown(t)} exist` : ""}`),
+        `window: the last ${shown(size)}${size > t ? `, ${shown(t)} so far` : ""}`),
     );
 
     // axes
@@ -96,7 +112,7 @@ const charts = (() => {
         svg("text", { x: left - 6, y: at + 4, class: "x-tick x-end" }, times ? `${times}/k` : "0"),
       );
     }
-    for (const age of ticks(reach, Math.max(2, width / 150))) {
+    for (const age of ticks(reach, Math.max(3, width / 150))) {
       const at = x(age);
       if (at < left) continue;
       drawn.push(
@@ -118,8 +134,17 @@ const charts = (() => {
       svg("path", { d: `M${right} ${bottom}${line(points).replace("M", "L")}`, class: `x-line x-${chosen.name}` }),
     );
 
-    const figure = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" }, ...drawn);
-    frame.replaceChildren(figure);
+    const guide = svg("line", { y1: 24, y2: bottom, class: "x-guide", visibility: "hidden" });
+    const canvas = { width, height, viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" };
+    frame.replaceChildren(svg("svg", canvas, ...drawn, guide));
+    return {
+      ageAt: (place) => Math.min(t - 1, Math.max(0, Math.floor((reach * (right - place)) / (right - left)))),
+      mark: (place) => {
+        const at = Math.min(right, Math.max(left, place ?? 0));
+        for (const [name, value] of Object.entries({ x1: at, x2: at, visibility: place === null ? "hidden" : "visible" }))
+          guide.setAttribute(name, value);
+      },
+    };
   }
 
   /** A small chart: lines over the samples since a change. `lines` is a list of { name, values }. */
@@ -151,5 +176,5 @@ const charts = (() => {
       svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" }, ...drawn));
   }
 
-  return { shown, small, weights };
+  return { shown, small, weightAt, weights };
 })();

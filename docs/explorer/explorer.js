@@ -167,25 +167,41 @@
   function draw() {
     compute();
     const { main, behind, t } = found;
-    charts.weights($("weights"), {
-      t, size: main.profile.size, blocks: blocksOf(main), chosen: main,
-      behind: behind.filter(({ name }) => name === "exact" || name === "exponential"),
+    found.drawn = [main, ...behind.filter(({ name }) => name === "exact" || name === "exponential")];
+    found.figure = charts.weights($("weights"), {
+      t, size: main.profile.size, blocks: blocksOf(main), chosen: main, behind: found.drawn.slice(1),
       caption: { exponential: "one mean of everything", exact: "samples held" }[main.name] ?? "blocks, and how many samples each has",
     });
-    $("legend").innerHTML = [main, ...behind.filter(({ name }) => name === "exact" || name === "exponential")]
-      .map(({ name }, i) => `<span class="x-key x-${name}${i ? " x-faint" : ""}">${METHODS[name].title}</span>`).join("");
+    showLegend();
     $("now").textContent = turnText(main);
     showTiles();
   }
 
-  /** What the strip shows: the blocks, the samples held, or the one mean in a few shades. */
+  /** The lines of the figure, and what the sample of this age weighs in each. */
+  function showLegend(age = null) {
+    const weight = ({ runs }) => (age === null ? "" : ` <b>${shown(charts.weightAt(runs, age))}</b>`);
+    const keys = found.drawn.map((one, i) =>
+      `<span class="x-key x-${one.name}${i ? " x-faint" : ""}">${METHODS[one.name].title}${weight(one)}</span>`);
+    const of = age === null ? "" : `<span>sample ${commas(chosen.t - age)}, ${age ? `${commas(age)} ago` : "the newest"}:</span>`;
+    $("legend").innerHTML = of + keys.join("");
+  }
+
+  for (const moved of ["pointermove", "pointerdown", "pointerleave"])
+    $("weights").addEventListener(moved, (event) => {
+      if (!found?.figure) return;
+      const place = moved === "pointerleave" ? null : event.clientX - $("weights").getBoundingClientRect().left;
+      found.figure.mark(place);
+      showLegend(place === null ? null : found.figure.ageAt(place));
+    });
+
+  /** What the strip shows: the blocks, the samples held, or the one mean that fades. */
   function blocksOf({ rule, runs, name }) {
     const { t } = found;
     if (name === "exact") {
       const n = rule.samples(t);
       return [{ start: t - n, end: t, weight: 1 / n, label: commas(n) }];
     }
-    if (name === "exponential") return [{ start: 0, end: t, weight: 1 / rule.window.size(t), label: commas(t) }];
+    if (name === "exponential") return [{ start: 0, end: t, weight: 1, label: commas(t), fades: true }];
     const starts = tailavg.startsAt(rule, t);
     return starts.map((start, i) => {
       const end = starts[i + 1] ?? t, weight = runs[starts.length - 1 - i]?.[1] ?? 0;
@@ -196,7 +212,7 @@
   function turnText({ rule, name }) {
     const { t } = chosen;
     if (name === "exponential") return `When sample ${commas(t)} came, it was joined with weight ${shown(1 - rule.decay(t))}.`;
-    if (name === "exact") return `The last ${commas(rule.samples(t))} samples weigh the same, and all have to be kept.`;
+    if (name === "exact") return `Samples held: ${commas(rule.samples(t))}, all of the same weight.`;
     const closes = tailavg.closesAt(rule, t), full = tailavg.startsAt(rule, t).length === rule.accumulators;
     if (closes > 1e15) return "The open block never closes: the window is all there is.";
     const then = !full ? "a new one opens" : name === "anytail" ? "two neighbours are merged, and a new one opens" : "the oldest is given up, and a new one opens";
@@ -271,10 +287,11 @@
       const scale = id === "noise" ? Math.sqrt(got.n) : 1;
       const lines = all.map(({ name }, i) => ({ name, values: got.averages[i][id].map((value) => value * scale) }));
       lines.sort((a, b) => (a.name === chosen.method) - (b.name === chosen.method)); // on top
-      charts.small($(id), { since: got.since, n: got.n, lines, low, high, marks, wanted: got.inputs[id] });
+      const top = Math.max(high, ...(got.inputs[id] ?? []));
+      charts.small($(id), { since: got.since, n: got.n, lines, low, high: top, marks, wanted: got.inputs[id] });
       const values = of(got, got.at, all);
       $(`${id}-values`).innerHTML = all.map(({ name }, i) =>
-        `<span class="x-key x-${name}">${METHODS[name].title} <b>${values[i]}</b></span>`).join("");
+        `<span class="x-key x-${name}">${METHODS[name].short} <b>${values[i]}</b></span>`).join("");
     }
     if (playing) return;
     const { size, effectiveSize, meanAge, oldestAge } = main.profile;

@@ -6,11 +6,11 @@ const settings = (() => {
   const MOST = 1e6; // samples, in a window or a stream
 
   const METHODS = {
-    anytime: { title: "anytime window", blocks: true, least: 2, usual: 3 },
-    paper: { title: "anytime, paper's turns", blocks: true, least: 2, usual: 3 },
-    anytail: { title: "every tail", blocks: true, least: 6, usual: 12 },
-    exponential: { title: "exponential" },
-    exact: { title: "exact window" },
+    anytime: { title: "anytime window", short: "anytime", blocks: true, least: 2, usual: 3 },
+    paper: { title: "anytime, paper’s turns", short: "paper’s turns", blocks: true, least: 2, usual: 3 },
+    anytail: { title: "every tail", short: "every tail", blocks: true, least: 6, usual: 12 },
+    exponential: { title: "exponential", short: "exponential" },
+    exact: { title: "exact window", short: "exact" },
   };
 
   const LIMITS = {
@@ -126,9 +126,9 @@ const settings = (() => {
     const read = tail ? `window=${fraction(c)}` : "";
     return {
       python: {
-        code: `${imports("TailAverage")}average = TailAverage(${rule})` +
-          (tail ? `\n# for each sample: average.update(x); then any tail:\n# average.value(${fraction(c)})` : ""),
-        note: tail ? "" : "Then average.update(x) for each sample; average.value() at any time.",
+        code: `${imports("TailAverage")}average = TailAverage(${rule})`,
+        note: "Then average.update(x) for each sample; at any time " +
+          (tail ? `average.value(${fraction(c)}), or another fraction from ${fraction(shortest(chosen))} on.` : "average.value()."),
       },
       torch: method === "exact" ? samples : {
         code: `${others}from tailavg.torch import ParameterAverage\naverage = ParameterAverage(model, ${rule})`,

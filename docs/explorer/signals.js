@@ -17,7 +17,7 @@ const signals = (() => {
     return radius * Math.cos(2 * Math.PI * uniform(2 * place + 2));
   }
 
-  /** Noise of variance 1 from step `from` to step `to`; in a long one, runs of samples share a value. */
+  /** The total of noise of variance 1 that begins at step `from`; in a long one, runs of samples are alike. */
   function noise(from, to, n) {
     const width = 2 ** Math.max(0, Math.ceil(Math.log2(n / 128)));
     const first = Math.floor(from / width), cells = Math.ceil(to / width) - first + 1;
@@ -26,43 +26,41 @@ const signals = (() => {
       values[cell] = normal(first + cell) / Math.sqrt(width);
       totals[cell + 1] = totals[cell] + values[cell] * width;
     }
-    const cellOf = (i) => Math.floor(i / width) - first;
-    return {
-      value: (i) => values[cellOf(i - 1)] ?? 0,
-      total: (i) => {
-        const cell = Math.max(0, cellOf(i));
-        return i / width <= first ? 0 : totals[cell] + values[cell] * (i - (first + cell) * width);
-      },
+    return (i) => {
+      const cell = Math.max(0, Math.floor(i / width) - first);
+      return i / width <= first ? 0 : totals[cell] + values[cell] * (i - (first + cell) * width);
     };
   }
 
-  /** Each signal by the value of sample i, and the total of the samples up to i. */
+  /** Each signal, by the total of its samples up to i. It is 0 up to step t, but for the noise. */
   function after(t, n, horizon) {
+    const since = (i) => Math.max(0, i - t);
     return {
-      step: { value: (i) => (i > t ? 1 : 0), total: (i) => Math.max(0, i - t) },
-      drift: {
-        value: (i) => Math.max(0, i - t) / n,
-        total: (i) => (Math.max(0, i - t) * (Math.max(0, i - t) + 1)) / 2 / n,
-      },
-      outlier: { value: (i) => (i === t + 1 ? n : 0), total: (i) => (i > t ? n : 0) },
+      step: since,
+      drift: (i) => (since(i) * (since(i) + 1)) / 2 / n,
+      outlier: (i) => (i > t ? n : 0),
       noise: noise(Math.max(0, t - 3 * n), t + horizon, n),
     };
   }
 
   /** The averages of all signals by one rule: { step: [...], drift: [...], … } at these steps. */
-  function follow(rule, t, steps, inputs) {
+  function follow(rule, t, steps, inputs, stride) {
     const found = Object.fromEntries(Object.keys(inputs).map((name) => [name, []]));
     if (rule instanceof tailavg.Exponential) {
       const now = Object.fromEntries(Object.keys(inputs).map((name) => [name, 0]));
-      const n = steps[steps.length - 1] - t;
-      let next = 0;
-      for (let i = Math.max(1, t - 2 * n); next < steps.length; i++) {
-        const decay = rule.decay(i);
-        for (const name in inputs) {
-          now[name] = decay * now[name] + (1 - decay) * inputs[name].value(i);
-          if (i === steps[next]) found[name].push(now[name]);
+      let i = Math.max(0, t - 2 * (steps[steps.length - 1] - t));
+      for (const step of steps) {
+        while (i < step) {
+          // some samples of a long window at once: their decays are hardly different
+          const many = Math.min(Math.max(1, Math.floor(stride)), (i < t ? t : step) - i);
+          const decay = rule.decay(i + (many + 1) / 2) ** many;
+          for (const name in inputs) {
+            const mean = (inputs[name](i + many) - inputs[name](i)) / many;
+            now[name] = decay * now[name] + (1 - decay) * mean;
+          }
+          i += many;
         }
-        if (i === steps[next]) next++;
+        for (const name in inputs) found[name].push(now[name]);
       }
       return found;
     }
@@ -71,7 +69,7 @@ const signals = (() => {
       for (const name in inputs) {
         let end = step, average = 0;
         for (const [size, weight] of runs) {
-          average += weight * (inputs[name].total(end) - inputs[name].total(end - size));
+          average += weight * (inputs[name](end) - inputs[name](end - size));
           end -= size;
         }
         found[name].push(average);
@@ -83,7 +81,7 @@ const signals = (() => {
   /** What the charts show after step t: the steps since, the signals there, an average per rule. */
   function responses(rules, window, t) {
     const n = Math.max(1, Math.round(Math.min(window.size(t), t)));
-    const horizon = Math.max(10, Math.round(REACH * n));
+    const horizon = Math.max(5, Math.round(REACH * n));
     const points = Math.min(POINTS, horizon);
     const steps = Array.from({ length: points + 1 }, (_, i) => t + Math.round((i * horizon) / points));
     const inputs = after(t, n, horizon);
@@ -91,10 +89,10 @@ const signals = (() => {
       n,
       since: steps.map((step) => step - t),
       inputs: {
-        step: steps.map(inputs.step.value),
-        drift: steps.map(inputs.drift.value),
+        step: steps.map((step) => (step > t ? 1 : 0)),
+        drift: steps.map((step) => (step - t) / n),
       },
-      averages: rules.map((rule) => follow(rule, t, steps, inputs)),
+      averages: rules.map((rule) => follow(rule, t, steps, inputs, n / 4000)),
       at: (windows) => steps.findIndex((step) => step >= t + windows * n),
     };
   }
