@@ -61,7 +61,7 @@
   }
 
   function expected(name, got) {
-    const label = document.querySelector(`label[for="x-${name}"]`).textContent;
+    const label = document.querySelector(`label[for="x-${name}"]`).firstChild.textContent;
     const kind = name === "c" ? "a fraction" : "a whole number";
     const range = name === "numbers" ? "from 1 to 1e15, such as 7e9" : `from ${least(name)} to ${commas(LIMITS[name][1])}`;
     return `${label}: expected ${kind} ${range}, got “${got.slice(0, 20)}”`;

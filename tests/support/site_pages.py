@@ -87,10 +87,9 @@ class Pages:
 
     def rest(self) -> None:
         """Wait until the explorer shows what its controls say."""
-        step = "return document.getElementById('x-live').textContent.split(',')[0]"
-        self.wait("const t = document.getElementById('x-t').value.replaceAll(',', ''), now ="
-                  " document.getElementById('x-live').textContent.split(', ')[0];"
-                  " return now.replaceAll(',', '') === `Step ${t}`", step)  # fmt: skip
+        now = "document.getElementById('x-live').textContent.split(', ')[0].replaceAll(',', '')"
+        step = "Number(document.getElementById('x-t').value.replaceAll(',', ''))"
+        self.wait(f"return {now} === 'Step ' + {step}", told=f"return {now}")
         self.wait("return new Promise(done => setTimeout(() => done(true), 350))")
 
     def wait(self, script: str, told: str = "return document.title") -> None:
