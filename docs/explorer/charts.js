@@ -17,8 +17,8 @@ const charts = (() => {
   function shown(x) {
     x = Number(x.toPrecision(12)); // 287.49999999999994 is 287.5
     if (x !== 0 && Math.abs(x) < 0.0005) return x.toExponential(1).replace("e-", "e−");
-    const precise = Math.abs(x) < 1 ? { maximumSignificantDigits: 3 } : { maximumFractionDigits: Math.abs(x) < 100 ? 2 : 1 };
-    return x.toLocaleString("en-US", precise);
+    if (Math.abs(x) < 1) return x.toLocaleString("en-US", { maximumSignificantDigits: 3 });
+    return x.toLocaleString("en-US", { maximumFractionDigits: Math.abs(x) < 100 ? 2 : 1 });
   }
 
   /** Round numbers from 0 to `most`, about `about` of them. */
@@ -129,9 +129,10 @@ const charts = (() => {
     for (const { name, runs } of behind)
       drawn.push(svg("path", { d: line(place(runs)), class: `x-line x-behind x-${name}` }));
     const points = place(chosen.runs), last = points[points.length - 1][0];
+    const edges = `M${right} ${bottom}${line(points).replace("M", "L")}`;
     drawn.push(
-      svg("path", { d: `M${right} ${bottom}${line(points).replace("M", "L")}L${last} ${bottom}Z`, class: `x-area x-${chosen.name}` }),
-      svg("path", { d: `M${right} ${bottom}${line(points).replace("M", "L")}`, class: `x-line x-${chosen.name}` }),
+      svg("path", { d: `${edges}L${last} ${bottom}Z`, class: `x-area x-${chosen.name}` }),
+      svg("path", { d: edges, class: `x-line x-${chosen.name}` }),
     );
 
     const guide = svg("line", { y1: 24, y2: bottom, class: "x-guide", visibility: "hidden" });
@@ -141,8 +142,8 @@ const charts = (() => {
       ageAt: (place) => Math.min(t - 1, Math.max(0, Math.floor((reach * (right - place)) / (right - left)))),
       mark: (place) => {
         const at = Math.min(right, Math.max(left, place ?? 0));
-        for (const [name, value] of Object.entries({ x1: at, x2: at, visibility: place === null ? "hidden" : "visible" }))
-          guide.setAttribute(name, value);
+        const visibility = place === null ? "hidden" : "visible";
+        for (const [name, value] of Object.entries({ x1: at, x2: at, visibility })) guide.setAttribute(name, value);
       },
     };
   }
@@ -169,9 +170,10 @@ const charts = (() => {
         svg("text", { x: at, y: bottom + 17, class: "x-tick" }, ["now", "k later", "2k later"][windows]),
       );
     }
-    if (wanted) drawn.push(svg("path", { d: line(wanted.map((value, i) => [x(since[i]), y(value)])), class: "x-line x-wanted" }));
-    for (const { name, values } of lines)
-      drawn.push(svg("path", { d: line(values.map((value, i) => [x(since[i]), y(value)])), class: `x-line x-${name}` }));
+    for (const { name, values } of [...(wanted ? [{ name: "wanted", values: wanted }] : []), ...lines]) {
+      const points = values.map((value, i) => [x(since[i]), y(value)]);
+      drawn.push(svg("path", { d: line(points), class: `x-line x-${name}` }));
+    }
     frame.replaceChildren(
       svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" }, ...drawn));
   }

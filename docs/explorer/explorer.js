@@ -15,7 +15,10 @@
   const log = { of: (value) => Math.log10(value) / 6, to: (place) => 10 ** (6 * place) };
   const FIELDS = {
     k: { ...log, round: (value) => Number(value.toPrecision(2)), step: 1 },
-    c: { of: (value) => value, to: (place) => place, round: (value) => Math.max(0.01, Math.round(100 * value) / 100), step: 0.01 },
+    c: {
+      of: (value) => value, to: (place) => place, step: 0.01,
+      round: (value) => Math.max(0.01, Math.round(100 * value) / 100),
+    },
     atMost: { ...log, round: (value) => Number(value.toPrecision(2)), step: 1 },
     accumulators: { of: (value) => (value - 2) / 14, to: (place) => 2 + 14 * place, round: Math.round, step: 1 },
     t: { ...log, round: Math.round, step: 1 },
@@ -40,14 +43,16 @@
       event.preventDefault();
       choose({ [name]: within(name, Math.round(moves[event.key] * 1e6) / 1e6) });
     });
-    type(box, name, (text) => settings.number(text.replaceAll(",", ""), name, least(name)));
+    type(box, name);
   }
-  type($("numbers"), "numbers", (text) => (text.trim() ? settings.number(text.replaceAll(",", ""), "numbers") ?? undefined : null));
+  type($("numbers"), "numbers");
 
   /** Let a number be typed into a box: taken if it makes sense, otherwise said why not. */
-  function type(box, name, parse) {
+  function type(box, name) {
     box.addEventListener("input", () => {
-      const value = parse(box.value), bad = value === undefined || (value === null && name !== "numbers");
+      const none = name === "numbers" && !box.value.trim(); // that one may be left out
+      const value = none ? null : settings.number(box.value.replaceAll(",", ""), name, least(name));
+      const bad = value === null && !none;
       box.setAttribute("aria-invalid", bad);
       $("error").textContent = bad ? expected(name, box.value) : "";
       if (!bad) choose({ [name]: value }, box);
@@ -63,7 +68,8 @@
   function expected(name, got) {
     const label = document.querySelector(`label[for="x-${name}"]`).firstChild.textContent;
     const kind = name === "c" ? "a fraction" : "a whole number";
-    const range = name === "numbers" ? "from 1 to 1e15, such as 7e9" : `from ${least(name)} to ${commas(LIMITS[name][1])}`;
+    const range =
+      name === "numbers" ? "from 1 to 1e15, such as 7e9" : `from ${least(name)} to ${commas(LIMITS[name][1])}`;
     return `${label}: expected ${kind} ${range}, got “${got.slice(0, 20)}”`;
   }
 
@@ -78,8 +84,8 @@
     const before = chosen;
     chosen = { ...chosen, ...changes };
     if (chosen.method === "anytail" && !settings.readable(chosen)) chosen.method = "anytime";
-    if (chosen.method !== before.method && METHODS[chosen.method].blocks && METHODS[chosen.method].least !== (METHODS[before.method].least ?? 2))
-      chosen.accumulators = METHODS[chosen.method].usual;
+    const { blocks, usual } = METHODS[chosen.method];
+    if (blocks && (chosen.method === "anytail") !== (before.method === "anytail")) chosen.accumulators = usual;
     const only = Object.keys(changes).every((name) => name === "t" || name === "numbers");
     if (!only) rules = settings.rules(chosen);
     show(typing);
@@ -136,9 +142,10 @@
     }
     if ($("numbers") !== typing) $("numbers").value = chosen.numbers === null ? "" : commas(chosen.numbers);
     const { kind, method } = chosen, { blocks } = METHODS[method];
-    const used = { k: kind === "fixed", c: kind !== "fixed", atMost: kind === "capped", accumulators: Boolean(blocks) };
+    const used = { k: kind === "fixed", c: kind !== "fixed", atMost: kind === "capped", accumulators: blocks };
     for (const [name, is] of Object.entries(used)) document.querySelector(`[data-field=${name}]`).hidden = !is;
-    for (const radio of document.querySelectorAll("#x-form [type=radio]")) radio.checked = chosen[radio.name] === radio.value;
+    for (const radio of document.querySelectorAll("#x-form [type=radio]"))
+      radio.checked = chosen[radio.name] === radio.value;
     document.querySelector("[value=anytail]").disabled = !settings.readable(chosen);
     $("method-hint").textContent = {
       anytime: "A few blocks. The oldest is given up when the others hold the window.",
@@ -170,7 +177,8 @@
     found.drawn = [main, ...behind.filter(({ name }) => name === "exact" || name === "exponential")];
     found.figure = charts.weights($("weights"), {
       t, size: main.profile.size, blocks: blocksOf(main), chosen: main, behind: found.drawn.slice(1),
-      caption: { exponential: "one mean of everything", exact: "samples held" }[main.name] ?? "blocks, and how many samples each has",
+      caption: { exponential: "one mean of everything", exact: "samples held" }[main.name] ??
+        "blocks, and how many samples each has",
     });
     showLegend();
     $("now").textContent = turnText(main);
@@ -182,8 +190,9 @@
     const weight = ({ runs }) => (age === null ? "" : ` <b>${shown(charts.weightAt(runs, age))}</b>`);
     const keys = found.drawn.map((one, i) =>
       `<span class="x-key x-${one.name}${i ? " x-faint" : ""}">${METHODS[one.name].title}${weight(one)}</span>`);
-    const of = age === null ? "" : `<span>sample ${commas(chosen.t - age)}, ${age ? `${commas(age)} ago` : "the newest"}:</span>`;
-    $("legend").innerHTML = of + keys.join("");
+    const when = age ? `${commas(age)} ago` : "the newest";
+    if (age !== null) keys.unshift(`<span>sample ${commas(found.t - age)}, ${when}:</span>`);
+    $("legend").innerHTML = keys.join("");
   }
 
   for (const moved of ["pointermove", "pointerdown", "pointerleave"])
@@ -211,13 +220,16 @@
 
   function turnText({ rule, name }) {
     const { t } = chosen;
-    if (name === "exponential") return `When sample ${commas(t)} came, it was joined with weight ${shown(1 - rule.decay(t))}.`;
+    if (name === "exponential")
+      return `When sample ${commas(t)} came, it was joined with weight ${shown(1 - rule.decay(t))}.`;
     if (name === "exact") return `Samples held: ${commas(rule.samples(t))}, all of the same weight.`;
     const closes = tailavg.closesAt(rule, t), full = tailavg.startsAt(rule, t).length === rule.accumulators;
     if (closes > 1e15) return "The open block never closes: the window is all there is.";
-    const then = !full ? "a new one opens" : name === "anytail" ? "two neighbours are merged, and a new one opens" : "the oldest is given up, and a new one opens";
-    const when = closes === t ? "is full now" : `is full after ${commas(closes - t)} more ${closes - t === 1 ? "sample" : "samples"}`;
-    return `The open block ${when}. Then ${then}.`;
+    const gone = { anytail: "two neighbours are merged, and " }[name] ?? "the oldest is given up, and ";
+    const then = `${full ? gone : ""}a new one opens.`;
+    if (closes === t) return `The open block is full. With the next sample, ${then}`;
+    const more = closes - t === 1 ? "one more sample" : `${commas(closes - t)} more samples`;
+    return `The open block is full after ${more}. Then ${then}`;
   }
 
   const bytes = (size) => {
@@ -238,26 +250,31 @@
     };
   }
 
+  const noiseOf = ({ profile }) => 1 / Math.sqrt(profile.effectiveSize);
+
   const TILES = [
     ["size", "size of the window", "k, what was asked for", ({ profile }) => shown(profile.size)],
     ["effective", "effective size", "1 / Σα², what was got", ({ profile }) => shown(profile.effectiveSize)],
     ["mean", "mean age", "how far it lags", ({ profile }) => shown(profile.meanAge)],
     ["oldest", "oldest age", "how far it reaches back", ({ profile }) => commas(profile.oldestAge)],
-    ["noise", "noise left", "of a standard deviation of 1", ({ profile }) => shown(1 / Math.sqrt(profile.effectiveSize))],
+    ["noise", "noise left", "of a standard deviation of 1", (one) => shown(noiseOf(one))],
     ["hot", "hot memory", "touched by every update", (one) => memory(one).hot],
     ["cold", "cold memory", "touched by folds and reads", (one) => memory(one).cold],
   ];
 
   function showTiles() {
     const { main, behind } = found;
+    $("tiles-legend").innerHTML = `<span>In large, ${METHODS[main.name].title}. Below,</span>` +
+      behind.map(({ name }) => `<span class="x-key x-${name}">${METHODS[name].title}</span>`).join("");
     $("tiles").innerHTML = TILES.map(([id, label, hint, get]) => {
-      const [big, more] = [get(main)].flat(), value = big || more;
-      const others = id === "size" ? "" : behind.map((one) => {
-        const [first, second] = [get(one)].flat();
-        return `<span class="x-key x-${one.name}" title="${METHODS[one.name].title}">${first || second}</span>`;
-      }).join("");
-      return `<div class="x-tile"><dt>${label}<small>${hint}</small></dt><dd data-stat="${id}">${value}</dd>` +
-        `<dd class="x-others">${big && more ? `<span class="x-more">${more}</span>` : ""}${others}</dd></div>`;
+      const [big, more] = [get(main)].flat(); // of memory: bytes, if they are known, and arrays
+      const others = id === "size" ? [] : behind.map((one) => {
+        const [first, second] = [get(one)].flat(), { title } = METHODS[one.name];
+        return `<span class="x-key x-${one.name}"><span class="x-unseen">${title}: </span>${first || second}</span>`;
+      });
+      if (big && more) others.unshift(`<span class="x-more">${more}</span>`);
+      return `<div class="x-tile"><dt>${label}<small>${hint}</small></dt>` +
+        `<dd data-stat="${id}">${big || more}</dd><dd class="x-others">${others.join("")}</dd></div>`;
     }).join("");
   }
 
@@ -265,17 +282,22 @@
 
   const RESPONSES = [
     { id: "step", title: "A step", low: -0.05, high: 1.1, marks: [[0, "0"], [1, "1"]],
-      hint: "The stream jumps by 1. Followed after k samples:", of: ({ averages }, at) => averages.map(({ step }) => percent(step[at(1)])) },
+      hint: "The stream jumps by 1. Followed after k samples:",
+      of: (_, averages, at) => percent(averages.step[at(1)]) },
     { id: "drift", title: "A drift", low: -0.1, high: 2.6, marks: [[0, "0"], [1, "1"], [2, "2"]],
-      hint: "The stream rises by 1 every k samples. Mean age, the lag:", of: (_, __, all) => all.map(({ profile }) => shown(profile.meanAge)) },
+      hint: "The stream rises by 1 every k samples. Mean age, the lag:",
+      of: ({ profile }) => shown(profile.meanAge) },
     { id: "outlier", title: "One bad sample", low: -0.1, high: 2.3, marks: [[0, "0"], [1, "1/k"], [2, "2/k"]],
-      hint: "Its weight, and what of 1/k is left of it after 2k samples:", of: ({ averages }, at) => averages.map(({ outlier }) => percent(outlier[at(2)])) },
+      hint: "What it weighs. Of 1/k, there is left after 2k samples:",
+      of: (_, averages, at) => percent(averages.outlier[at(2)]) },
     { id: "noise", title: "Noise", low: -3.2, high: 3.2, marks: [[-2, "−2σ"], [0, "0"], [2, "2σ"]],
-      hint: "Of noise with a standard deviation of 1 is left, σ:", of: (_, __, all) => all.map(({ profile }) => shown(1 / Math.sqrt(profile.effectiveSize))) },
+      hint: "Of noise with a standard deviation of 1 is left, σ:",
+      of: (one) => shown(noiseOf(one)) },
   ];
 
   $("responses").innerHTML = RESPONSES.map(({ id, title, hint }) =>
-    `<section class="x-card" aria-labelledby="x-${id}-title"><h3 id="x-${id}-title">${title}</h3><div class="x-figure" id="x-${id}"></div>` +
+    `<section class="x-card" aria-labelledby="x-${id}-title"><h3 id="x-${id}-title">${title}</h3>` +
+    `<div class="x-figure" id="x-${id}"></div>` +
     `<p class="x-hint">${hint}</p><p class="x-legend" id="x-${id}-values"></p></section>`).join("");
 
   /** When the settings rest: the charts, and the sentence for those who do not see them. */
@@ -289,22 +311,26 @@
       lines.sort((a, b) => (a.name === chosen.method) - (b.name === chosen.method)); // on top
       const top = Math.max(high, ...(got.inputs[id] ?? []));
       charts.small($(id), { since: got.since, n: got.n, lines, low, high: top, marks, wanted: got.inputs[id] });
-      const values = of(got, got.at, all);
-      $(`${id}-values`).innerHTML = all.map(({ name }, i) =>
-        `<span class="x-key x-${name}">${METHODS[name].short} <b>${values[i]}</b></span>`).join("");
+      $(`${id}-values`).innerHTML = all.map((one, i) => {
+        const value = of(one, got.averages[i], got.at);
+        return `<span class="x-key x-${one.name}">${METHODS[one.name].short} <b>${value}</b></span>`;
+      }).join("");
     }
     if (playing) return;
     const { size, effectiveSize, meanAge, oldestAge } = main.profile;
-    const blocks = METHODS[main.name].blocks ? ` Blocks of ${blocksOf(main).map(({ label }) => label).join(", ")} samples.` : "";
-    $("live").textContent = `Step ${commas(t)}, ${METHODS[main.name].title}, a window of ${shown(size)}: effective size ` +
-      `${shown(effectiveSize)}, mean age ${shown(meanAge)}, oldest age ${commas(oldestAge)}.${blocks} ${turnText(main)}`;
+    const { title, blocks } = METHODS[main.name], sizes = blocksOf(main).map(({ label }) => label);
+    $("live").textContent =
+      `Step ${commas(t)}, ${title}, a window of ${shown(size)}: effective size ${shown(effectiveSize)}, ` +
+      `mean age ${shown(meanAge)}, oldest age ${commas(oldestAge)}. ` +
+      (blocks ? `Blocks of ${sizes.join(", ")} samples. ` : "") + turnText(main);
   }
 
   const LANGUAGES = { python: "Python", torch: "PyTorch", optax: "JAX and optax", shell: "Shell" };
 
   $("lines").innerHTML = Object.entries(LANGUAGES).map(([id, title]) =>
-    `<section class="x-code" aria-labelledby="x-${id}-name"><h3 id="x-${id}-name">${title}</h3><div class="x-snippet">` +
-    `<code id="x-${id}-code" tabindex="-1"></code><button type="button" id="x-${id}-copy" aria-label="Copy the lines for ${title}">Copy</button></div>` +
+    `<section class="x-code" aria-labelledby="x-${id}-name"><h3 id="x-${id}-name">${title}</h3>` +
+    `<div class="x-snippet"><code id="x-${id}-code"></code>` +
+    `<button type="button" id="x-${id}-copy" aria-label="Copy the lines for ${title}">Copy</button></div>` +
     `<p class="x-hint" id="x-${id}-note"></p></section>`).join("");
 
   function showLines() {
@@ -357,7 +383,8 @@
     if (!on) return;
     let last = performance.now(), due = 0;
     playing = requestAnimationFrame(function frame(now) {
-      due += Math.max(3, Math.min(rules.exact.window.size(chosen.t), chosen.t) / 8) * (Math.min(100, now - last) / 1000);
+      const pace = Math.max(3, Math.min(rules.exact.window.size(chosen.t), chosen.t) / 8); // samples a second
+      due += (pace * Math.min(100, now - last)) / 1000;
       last = now;
       playing = requestAnimationFrame(frame);
       if (due >= 1) {

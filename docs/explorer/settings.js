@@ -9,8 +9,8 @@ const settings = (() => {
     anytime: { title: "anytime window", short: "anytime", blocks: true, least: 2, usual: 3 },
     paper: { title: "anytime, paper’s turns", short: "paper’s turns", blocks: true, least: 2, usual: 3 },
     anytail: { title: "every tail", short: "every tail", blocks: true, least: 6, usual: 12 },
-    exponential: { title: "exponential", short: "exponential" },
-    exact: { title: "exact window", short: "exact" },
+    exponential: { title: "exponential", short: "exponential", blocks: false },
+    exact: { title: "exact window", short: "exact", blocks: false },
   };
 
   const LIMITS = {
@@ -127,8 +127,8 @@ const settings = (() => {
     return {
       python: {
         code: `${imports("TailAverage")}average = TailAverage(${rule})`,
-        note: "Then average.update(x) for each sample; at any time " +
-          (tail ? `average.value(${fraction(c)}), or another fraction from ${fraction(shortest(chosen))} on.` : "average.value()."),
+        note: "Then average.update(x) for each sample; at any time average.value(" +
+          (tail ? `${fraction(c)}), or of another fraction from ${fraction(shortest(chosen))} on.` : ")."),
       },
       torch: method === "exact" ? samples : {
         code: `${others}from tailavg.torch import ParameterAverage\naverage = ParameterAverage(model, ${rule})`,
@@ -157,7 +157,9 @@ const settings = (() => {
       const how = METHODS[method].blocks ? "" : ` --method ${method}`;
       return {
         code: `tailavg stream --window ${windowText(chosen)}${cap}${how}${count} log.txt`,
-        note: method === "paper" ? "For a fixed window, both kinds of turns are the same." : "One number per line in, one average out.",
+        note: method === "paper"
+          ? "For a fixed window, both kinds of turns are the same."
+          : "One number per line in, one average out.",
       };
     }
   }

@@ -12,8 +12,9 @@ from tailavg.core.profile import dense_weights, profile
 pytestmark = site_pages.MARKS
 
 READ = """
-return arguments[0].map(([hash, c]) => {
-  const chosen = settings.fromHash(hash), rule = settings.rules(chosen)[chosen.method], { t } = chosen;
+return arguments[0].map((hash) => {
+  const chosen = settings.fromHash(hash), { t, method } = chosen;
+  const rule = settings.rules(chosen)[method];
   const runs = tailavg.newestFirst(rule, t);
   return {
     hash: settings.toHash(chosen),
@@ -24,6 +25,13 @@ return arguments[0].map(([hash, c]) => {
     profile: tailavg.profile(rule, t),
   };
 });
+"""
+
+FOLLOW = """
+const chosen = settings.fromHash(arguments[0]), rules = Object.values(settings.rules(chosen));
+const { n, since, averages } = signals.responses(rules, rules[0].window, chosen.t);
+const { t, c } = chosen;
+return { n, since, averages, t, c, python: settings.lines(chosen).python.code };
 """
 
 WINDOWS = [
@@ -79,7 +87,7 @@ def test_every_weight_is_that_of_the_library(pages):
     pages.explore()
     wanted = cases()
     assert len(wanted) > 100
-    got = pages.run(READ, [[link(*case), 0] for case in wanted])
+    got = pages.run(READ, [link(*case) for case in wanted])
     for (rule, t, window), found in zip(wanted, got, strict=True):
         where = f"{rule}, {window}, t = {t}"
         assert found["hash"] == link(rule, t, window), where
@@ -110,25 +118,23 @@ def test_the_weights_are_those_of_averages():
     for rule, t in ((AnytimeWindow(0.3, 4), 777), (Exponential(50), 300), (ExactWindow(0.2), 41)):
         average = TailAverage(rule)
         average.update_many(np.zeros(t))
-        np.testing.assert_array_equal(
-            average.weights(), dense_weights(rule, starts_at(rule, t), t)
-        )
+        np.testing.assert_array_equal(average.weights(), dense_weights(rule, starts_at(rule, t), t))
 
 
 @pytest.mark.parametrize(
     ("settings", "atol"),
-    [("#window=200&t=1050", 1e-9), ("#window=0.25&accumulators=5&t=1150", 1e-9),
-     ("#window=0.5&at_most=100&method=paper&t=190", 1e-9), ("#window=1&t=1", 1e-9),
-     ("#window=0.25&t=100000", 1e-3), ("#window=0.3&method=anytail&t=900", 1e-9)],
-)  # fmt: skip
+    [
+        ("#window=200&t=1050", 1e-9),
+        ("#window=0.25&accumulators=5&t=1150", 1e-9),
+        ("#window=0.5&at_most=100&method=paper&t=190", 1e-9),
+        ("#window=1&t=1", 1e-9),
+        ("#window=0.25&t=100000", 1e-3),
+        ("#window=0.3&method=anytail&t=900", 1e-9),
+    ],
+)
 def test_the_charts_are_averages_of_their_signals(pages, settings, atol):
     pages.explore()
-    got = pages.run(
-        """const chosen = settings.fromHash(arguments[0]), rules = Object.values(settings.rules(chosen));
-        const { n, since, averages } = signals.responses(rules, rules[0].window, chosen.t);
-        return { n, since, averages, c: chosen.c, t: chosen.t, python: settings.lines(chosen).python.code }""",
-        settings,
-    )
+    got = pages.run(FOLLOW, settings)
     names = {}
     exec(got["python"], names)
     rule, tail = names["average"].rule, None
@@ -136,7 +142,8 @@ def test_the_charts_are_averages_of_their_signals(pages, settings, atol):
         tail = Growing(got["c"])
     window = tail or rule.window
     t, n, ahead = got["t"], got["n"], np.arange(1, got["since"][-1] + 1)
-    signals = {"step": np.ones(len(ahead)), "drift": ahead / n, "outlier": np.where(ahead == 1, n, 0)}
+    outlier = np.where(ahead == 1, n, 0)
+    signals = {"step": np.ones(len(ahead)), "drift": ahead / n, "outlier": outlier}
     rules = [(rule, tail), (Exponential(window), None), (ExactWindow(window), None)]
     for (one, reading), found in zip(rules, got["averages"], strict=True):
         for name, signal in signals.items():

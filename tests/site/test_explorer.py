@@ -46,8 +46,9 @@ def test_numbers(pages, case):
     rule, t, window = case
     expected = profile(rule, starts_at(rule, t), t, window)
     held = expected.accumulators
-    means = f"{held} mean{'s' * (held > 1)}"
-    hot, cold = (f"{held} samples", "nothing") if isinstance(rule, ExactWindow) else ("1 sum", means)
+    hot, cold = "1 sum", f"{held} mean{'s' * (held > 1)}"
+    if isinstance(rule, ExactWindow):
+        hot, cold = f"{held} samples", "nothing"
     shown = {name: pages.stat(name) for name in ("size", "effective", "mean", "oldest", "noise")}
     assert shown == {
         "size": written(expected.size),
@@ -58,7 +59,7 @@ def test_numbers(pages, case):
     }
     assert (pages.stat("hot"), pages.stat("cold")) == (hot, cold)
     assert f"effective size {shown['effective']}" in pages.text("#x-live")
-    if isinstance(rule, AnytimeWindow | AnyTail):  # those further back than the figure are not drawn
+    if isinstance(rule, AnytimeWindow | AnyTail):  # the figure does not go back all the way
         starts = starts_at(rule, t)
         drawn = pages.blocks()
         assert drawn == starts[-len(drawn) :]
@@ -71,7 +72,9 @@ def test_lines_of_python_mean_the_rule(pages, case):
     assert names["average"].rule == case[0]
 
 
-@pytest.mark.parametrize("rule", [0.25, AnytimeWindow(100, 5), Exponential(Growing(0.5, 90)), AnyTail()])
+@pytest.mark.parametrize(
+    "rule", [0.25, AnytimeWindow(100, 5), Exponential(Growing(0.5, 90)), AnyTail()]
+)
 def test_lines_of_torch_and_optax_run(pages, rule):
     torch, optax = pytest.importorskip("torch"), pytest.importorskip("optax")
     asked = AnytimeWindow(rule) if isinstance(rule, float) else rule

@@ -26,13 +26,25 @@ def shows(pages, **expected):
 @pytest.mark.parametrize(
     ("link", "expected"),
     [
-        ("#window=100&method=anytime&accumulators=5&t=777", {"kind": "fixed", "k": "100", "accumulators": "5", "t": "777"}),
-        ("#window=1.0&method=exponential&t=10", {"kind": "growing", "c": "1", "method": "exponential"}),
+        (
+            "#window=100&method=anytime&accumulators=5&t=777",
+            {"kind": "fixed", "k": "100", "accumulators": "5", "t": "777"},
+        ),
+        (
+            "#window=1.0&method=exponential&t=10",
+            {"kind": "growing", "c": "1", "method": "exponential"},
+        ),
         ("#window=1&method=exact&t=10", {"kind": "fixed", "k": "1", "method": "exact"}),
-        ("#window=0.3&at_most=500&method=paper&accumulators=8&t=1000000", {"kind": "capped", "c": "0.3", "atMost": "500", "method": "paper", "t": "1000000"}),
-        ("#window=0.3&method=anytail&accumulators=7&t=42&numbers=124000000", {"method": "anytail", "accumulators": "7", "numbers": "124000000"}),
+        (
+            "#window=0.3&at_most=500&method=paper&accumulators=8&t=1000000",
+            {"kind": "capped", "c": "0.3", "atMost": "500", "method": "paper", "t": "1000000"},
+        ),
+        (
+            "#window=0.3&method=anytail&accumulators=7&t=42&numbers=124000000",
+            {"method": "anytail", "accumulators": "7", "numbers": "124000000"},
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_link_restores_the_settings(pages, link, expected):
     pages.explore(link)
     shows(pages, **expected)
@@ -42,11 +54,28 @@ def test_a_link_restores_the_settings(pages, link, expected):
 
 @pytest.mark.parametrize(
     "link",
-    ["", "#", "#in-numbers", "#=", "#&&&", "#window=", "#window=0&t=0", "#window=-5&t=-1", "#t=1e99&window=2.5",
-     "#window=NaN&t=Infinity&accumulators=x", "#method=constructor", "#method=__proto__", "#accumulators=1",
-     "#accumulators=99&t=1.5", "#%E0%A4%A&window=%", "#window=1e-9", "#<script>alert(1)</script>", "#numbers=0",
-     "#window=" + 400 * "9"],
-)  # fmt: skip
+    [
+        "",
+        "#",
+        "#in-numbers",
+        "#=",
+        "#&&&",
+        "#window=",
+        "#window=0&t=0",
+        "#window=-5&t=-1",
+        "#t=1e99&window=2.5",
+        "#window=NaN&t=Infinity&accumulators=x",
+        "#method=constructor",
+        "#method=__proto__",
+        "#accumulators=1",
+        "#accumulators=99&t=1.5",
+        "#%E0%A4%A&window=%",
+        "#window=1e-9",
+        "#<script>alert(1)</script>",
+        "#numbers=0",
+        "#window=" + 400 * "9",
+    ],
+)
 def test_nonsense_is_the_usual(pages, link):
     pages.explore(link)
     shows(pages, **USUAL)
@@ -61,9 +90,9 @@ def test_nonsense_beside_sense(pages):
 
 def test_back_and_forward(pages):
     pages.explore()
-    pages.run("document.querySelector('[value=exponential]').click()")
+    pages.browser.find_element("css selector", "[value=exponential]").click()
     pages.wait("return location.hash.includes('exponential')")
-    pages.run("document.querySelector('[value=fixed]').click()")
+    pages.browser.find_element("css selector", "[value=fixed]").click()
     pages.wait("return location.hash.includes('window=200')")
     pages.browser.back()
     pages.rest()
@@ -178,9 +207,16 @@ def type_into(pages, name, text):
 
 @pytest.mark.parametrize(
     ("name", "typed", "value"),
-    [("t", "1e3", "1000"), ("t", "12,345", "12345"), ("t", "1", "1"), ("c", "0.07", "0.07"), ("c", "1.0", "1"),
-     ("accumulators", "16", "16"), ("numbers", "7e9", "7000000000")],
-)  # fmt: skip
+    [
+        ("t", "1e3", "1000"),
+        ("t", "12,345", "12345"),
+        ("t", "1", "1"),
+        ("c", "0.07", "0.07"),
+        ("c", "1.0", "1"),
+        ("accumulators", "16", "16"),
+        ("numbers", "7e9", "7000000000"),
+    ],
+)
 def test_typing(pages, name, typed, value):
     type_into(pages, name, typed)
     pages.rest()
@@ -192,14 +228,22 @@ def test_typing(pages, name, typed, value):
 
 @pytest.mark.parametrize(
     ("name", "typed", "expected"),
-    [("t", "abc", "a whole number from 1 to 1,000,000"), ("t", "0", "a whole number"), ("t", "2.5", "a whole number"),
-     ("t", "-3", "a whole number"), ("t", "1e7", "from 1 to 1,000,000"), ("c", "2", "a fraction from 0.001 to 1"),
-     ("c", "", "a fraction"), ("accumulators", "1", "from 2 to 16"), ("numbers", "many", "such as 7e9")],
-)  # fmt: skip
+    [
+        ("t", "abc", "a whole number from 1 to 1,000,000"),
+        ("t", "0", "a whole number"),
+        ("t", "2.5", "a whole number"),
+        ("t", "-3", "a whole number"),
+        ("t", "1e7", "from 1 to 1,000,000"),
+        ("c", "2", "a fraction from 0.001 to 1"),
+        ("c", "", "a fraction"),
+        ("accumulators", "1", "from 2 to 16"),
+        ("numbers", "many", "such as 7e9"),
+    ],
+)
 def test_typing_nonsense(pages, name, typed, expected):
     type_into(pages, name, typed)
     said = pages.text("#x-error")
-    assert f"expected {expected}" in said or expected in said
+    assert expected in said
     assert f"got “{typed}”" in said
     assert pages.find(name).get_attribute("aria-invalid") == "true"
     pages.run("document.activeElement.blur()")

@@ -31,13 +31,15 @@ function behind(one) {
   return mine[3] === 1 ? mine.slice(0, 3) : over(mine, behind(one.parentElement));
 }
 const light = (colour) => {
-  const [r, g, b] = colour.map((x) => (x /= 255) <= 0.03928 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4);
+  const linear = (x) => x <= 0.03928 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4;
+  const [r, g, b] = colour.map((x) => linear(x / 255));
   return 0.2126 * r + 0.7152 * g + 0.0722 * b;
 };
 const found = [];
 for (const one of document.querySelectorAll('.explorer *')) {
-  const own = [...one.childNodes].some((node) => node.nodeType === 3 && node.data.trim()) || one.value;
-  if (!own || !one.checkVisibility() || ['title', 'NOSCRIPT'].includes(one.tagName) || one.type === 'radio' || one.type === 'range') continue;
+  const written = [...one.childNodes].some((node) => node.nodeType === 3 && node.data.trim());
+  if (!(written || (one.type === 'text' && one.value)) || !one.checkVisibility()) continue;
+  if (one.matches('title, noscript')) continue;
   const drawn = one.closest('svg');
   let under = behind(drawn ? drawn.parentElement : one);
   if (one.matches('.x-size')) {
@@ -55,7 +57,8 @@ return found;
 STICKS_OUT = """
 return [...document.querySelectorAll('.explorer *')].filter((one) => {
   const { right, left, width } = one.getBoundingClientRect();
-  return width > 0 && (right > innerWidth + 0.5 || left < -0.5) && !one.closest('.x-figure svg');
+  const out = right > innerWidth + 0.5 || left < -0.5;
+  return width > 0 && out && !one.closest('.x-figure svg');
 }).map((one) => one.id || one.className);
 """
 

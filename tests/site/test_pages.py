@@ -1,4 +1,4 @@
-"""Every page of the site, in a browser: nothing missing, nothing fetched, nothing that sticks out."""
+"""Every page of the site, in a browser: nothing is missing, fetched, or sticks out."""
 
 import pytest
 
@@ -11,9 +11,12 @@ pytestmark = site_pages.MARKS
 PAGES = sorted(path.stem for path in DOCS.glob("*.md"))
 
 STICKS_OUT = """
-const scrolls = (one) => one !== null && (getComputedStyle(one).overflowX !== 'visible' || scrolls(one.parentElement.closest('.md-content *')));
+const scrolls = (one) => one !== null && (
+  getComputedStyle(one).overflowX !== 'visible' ||
+  scrolls(one.parentElement.closest('.md-content *')));
+const width = document.documentElement.clientWidth;
 return [...document.querySelectorAll('.md-content *')].filter((one) =>
-  one.checkVisibility() && one.getBoundingClientRect().right > document.documentElement.clientWidth + 1 && !scrolls(one)
+  one.checkVisibility() && one.getBoundingClientRect().right > width + 1 && !scrolls(one)
 ).map((one) => `${one.tagName} ${one.className} ${one.textContent.trim().slice(0, 40)}`);
 """
 
