@@ -155,7 +155,7 @@
       exact: "Keeps every sample of the window. The reference.",
     }[method] + (settings.readable(chosen) ? "" : " (“Every tail” reads fractions.)");
     $("previous").disabled = !blocks || chosen.t <= 1;
-    $("next").disabled = !blocks;
+    $("next").disabled = !blocks || tailavg.closesAt(rules[method], chosen.t) >= LIMITS.t[1];
     document.querySelectorAll(".explorer").forEach((part) => (part.dataset.method = method));
   }
 

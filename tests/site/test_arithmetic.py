@@ -75,6 +75,7 @@ def cases():
         (ExactWindow(0.07), 100, None),
         (ExactWindow(0.29), 100, None),
         (AnytimeWindow(Growing(0.07, at_most=7)), 100, None),
+        (AnytimeWindow(Growing(0.5, at_most=100), 5), 300, None),  # as it stops growing
         (AnytimeWindow(100, 8), 750, None),  # seven blocks do not divide a hundred
         (AnytimeWindow(3, 8), 50, None),  # more accumulators than samples
         (AnytimeWindow(1_000_000), 1000, None),
