@@ -264,7 +264,7 @@
 
   function showTiles() {
     const { main, behind } = found;
-    $("tiles-legend").innerHTML = `<span>In large, ${METHODS[main.name].title}. Below,</span>` +
+    $("tiles-legend").innerHTML = `<span>Large: ${METHODS[main.name].title}. Small:</span>` +
       behind.map(({ name }) => `<span class="x-key x-${name}">${METHODS[name].title}</span>`).join("");
     $("tiles").innerHTML = TILES.map(([id, label, hint, get]) => {
       const [big, more] = [get(main)].flat(); // of memory: bytes, if they are known, and arrays

@@ -13,8 +13,9 @@ const signals = (() => {
       x = Math.imul(x ^ (x >>> 16), 0x45d9f3b);
       return (((x ^ (x >>> 16)) >>> 0) + 0.5) / 2 ** 32;
     };
-    const radius = Math.sqrt(-2 * Math.log(uniform(2 * place + 1)));
-    return radius * Math.cos(2 * Math.PI * uniform(2 * place + 2));
+    const seed = 2 * (place + 1e6); // small ones mix badly
+    const radius = Math.sqrt(-2 * Math.log(uniform(seed)));
+    return radius * Math.cos(2 * Math.PI * uniform(seed + 1));
   }
 
   /** The total of noise of variance 1 that begins at step `from`; in a long one, runs of samples are alike. */
