@@ -1,0 +1,131 @@
+"""The explorer on a phone and in the dark: nothing sticks out, all can be read and touched."""
+
+import pytest
+
+import site_pages
+from site_pages import DESK, PHONE
+
+pytestmark = site_pages.MARKS
+
+LINKS = [
+    "#window=0.25&t=1150",
+    "#window=1000000&method=paper&accumulators=16&t=1000000&numbers=70000000000",
+    "#window=0.3&method=anytail&t=1000000",
+    "#window=0.3&at_most=1000&method=exponential&t=5000",
+    "#window=3&method=exact&t=1",
+]
+
+CONTRASTS = """
+const canvas = document.createElement('canvas').getContext('2d', { willReadFrequently: true });
+function rgba(colour) {
+  canvas.clearRect(0, 0, 1, 1);
+  canvas.fillStyle = colour;
+  canvas.fillRect(0, 0, 1, 1);
+  const [r, g, b, a] = canvas.getImageData(0, 0, 1, 1).data;
+  return [r, g, b, a / 255];
+}
+const over = ([r, g, b, a], under) => [r, g, b].map((x, i) => x * a + under[i] * (1 - a));
+function behind(one) {
+  if (one === null) return [255, 255, 255];
+  const mine = rgba(getComputedStyle(one).backgroundColor);
+  return mine[3] === 1 ? mine.slice(0, 3) : over(mine, behind(one.parentElement));
+}
+const light = (colour) => {
+  const linear = (x) => x <= 0.03928 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4;
+  const [r, g, b] = colour.map((x) => linear(x / 255));
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+};
+const found = [];
+for (const one of document.querySelectorAll('.explorer *')) {
+  const written = [...one.childNodes].some((node) => node.nodeType === 3 && node.data.trim());
+  if (!(written || (one.type === 'text' && one.value)) || !one.checkVisibility()) continue;
+  if (one.matches('title, noscript')) continue;
+  const drawn = one.closest('svg');
+  let under = behind(drawn ? drawn.parentElement : one);
+  if (one.matches('.x-size')) {
+    const block = one.previousElementSibling, fades = block.matches('.x-fades');
+    const middle = fades ? document.querySelectorAll('.x-stop')[10] : block;
+    under = over(rgba(getComputedStyle(middle)[fades ? 'stopColor' : 'fill']), under);
+  }
+  const ink = over(rgba(getComputedStyle(one)[drawn ? 'fill' : 'color']), under);
+  const [low, high] = [light(ink), light(under)].sort((a, b) => a - b);
+  found.push([(high + 0.05) / (low + 0.05), (one.textContent || one.value).slice(0, 30)]);
+}
+return found;
+"""
+
+STICKS_OUT = """
+return [...document.querySelectorAll('.explorer *')].filter((one) => {
+  const { right, left, width } = one.getBoundingClientRect();
+  const out = right > innerWidth + 0.5 || left < -0.5;
+  return width > 0 && out && !one.closest('.x-figure svg');
+}).map((one) => one.id || one.className);
+"""
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_a_phone(pages, link):
+    pages.explore(link, size=PHONE)
+    assert pages.run("return document.documentElement.scrollWidth") == PHONE[0]
+    assert pages.run("return innerWidth") == PHONE[0]
+    assert pages.run(STICKS_OUT) == []
+    small = pages.run(
+        """return [...document.querySelectorAll('.explorer :is(input, button)')]
+          .filter((one) => one.checkVisibility())
+          .map((one) => [one.id || one.value, one.getBoundingClientRect()])
+          .filter(([_, { width, height }]) => width < 40 || height < 40).map(([name]) => name)"""
+    )
+    assert small == []
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_controls_that_matter_are_there(pages, link):
+    pages.explore(link, size=PHONE)
+    got = pages.settings()
+    shown = pages.run(
+        "return [...document.querySelectorAll('.explorer input[type=text]')]"
+        ".filter((one) => one.checkVisibility()).map((one) => one.id.replace('x-', ''))"
+    )
+    window = {"fixed": ["k"], "growing": ["c"], "capped": ["c", "atMost"]}[got["kind"]]
+    blocks = ["accumulators"] * (got["method"] in ("anytime", "paper", "anytail"))
+    assert shown == [*window, *blocks, "t", "numbers"]
+
+
+@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_all_text_can_be_read(pages, link, dark):
+    pages.explore(link, dark=dark)
+    found = pages.run(CONTRASTS)
+    assert len(found) > 60
+    assert [(round(ratio, 2), text) for ratio, text in found if ratio < 4.5] == []
+
+
+def test_the_dark_is_dark(pages):
+    colours = """const one = document.querySelector('.x-area');
+        return [getComputedStyle(document.body).backgroundColor, getComputedStyle(one).fill,
+                getComputedStyle(document.querySelector('.x-now')).color]"""
+    pages.explore()
+    light = pages.run(colours)
+    pages.explore(dark=True)
+    dark = pages.run(colours)
+    assert [a == b for a, b in zip(light, dark, strict=True)] == [False, False, False]
+    assert pages.run("return document.body.dataset.mdColorScheme") == "slate"
+
+
+def test_figures_follow_the_width(pages):
+    width = "return document.querySelector('#x-weights svg').getBoundingClientRect().width"
+    pages.explore(size=DESK)
+    wide = pages.run(width)
+    pages.explore(size=PHONE)
+    assert pages.run(width) < PHONE[0] < wide
+
+
+def test_quiet_and_alone(pages):
+    pages.explore("#window=0.25&t=1150")
+    for value in ("paper", "anytail", "exponential", "exact", "fixed", "capped"):
+        pages.run("document.querySelector(`[value=${arguments[0]}]`).click()", value)
+        pages.rest()
+    assert pages.console() == []
+    asked = pages.requests()
+    assert any(url.endswith("/explorer/arithmetic.js") for url in asked)
+    assert [url for url in asked if not url.startswith(("file://", "data:"))] == []

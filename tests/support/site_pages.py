@@ -1,0 +1,175 @@
+"""The documentation in a real browser: build it, open pages, and read what they show."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from decimal import ROUND_HALF_UP, Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paths import ROOT
+from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, Fixed, Growing
+
+MARKS = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("site"),  # in one process, with one site and one browser
+]
+"""Of tests that need a browser: `pytestmark = site_pages.MARKS`."""
+
+INSTALL = "apt-get install chromium chromium-driver"
+PHONE, DESK = (360, 740), (1280, 900)
+OPTIONS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run "
+    "--disable-background-networking --disable-component-update --disable-sync"
+)
+
+
+def chromium() -> str | None:
+    """Where a browser is, if one is there."""
+    found = (shutil.which(name) for name in ("chromium", "google-chrome", "chromium-browser"))
+    return next(filter(None, found), None)
+
+
+def build(folder: Path) -> None:
+    """Build the site into this folder, as `make docs` does."""
+    subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        check=True,
+    )
+
+
+def start(profile: Path) -> Any:
+    """A browser that writes down what it is asked for, and what is amiss."""
+    from selenium.webdriver import Chrome, ChromeOptions
+    from selenium.webdriver.chrome.service import Service
+
+    options = ChromeOptions()
+    options.binary_location = chromium()
+    for option in [*OPTIONS.split(), f"--user-data-dir={profile}"]:
+        options.add_argument(option)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    # with its path: Selenium looks for no driver of its own
+    return Chrome(options=options, service=Service(shutil.which("chromedriver")))
+
+
+class Pages:
+    """A browser, and the site that it shows."""
+
+    def __init__(self, browser: Any, site: Path) -> None:
+        self.browser, self.site = browser, site
+        self.run = browser.execute_script
+
+    def open(self, name: str, size: tuple[int, int] = DESK, dark: bool = False) -> None:
+        """Open a page anew, on a screen of this size, in this scheme."""
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        command = self.browser.execute_cdp_cmd
+        command("Emulation.setEmulatedMedia", {"features": [scheme]})
+        screen = {"width": size[0], "height": size[1], "deviceScaleFactor": 1}
+        command("Emulation.setDeviceMetricsOverride", {**screen, "mobile": size == PHONE})
+        if self.browser.current_url.startswith("file:"):
+            self.run("localStorage.clear()")  # the scheme of the last visit
+        self.browser.get("about:blank")
+        self.console(), self.requests()
+        self.browser.get(f"{self.site.as_uri()}/{name}")
+
+    def explore(self, link: str = "", **how: Any) -> None:
+        """Open the explorer with these settings, and wait until it shows them."""
+        self.open(f"explorer.html{link}", **how)
+        self.rest()
+
+    def rest(self) -> None:
+        """Wait until the explorer shows what its controls say."""
+        now = "document.getElementById('x-live').textContent.split(', ')[0].replaceAll(',', '')"
+        step = "Number(document.getElementById('x-t').value.replaceAll(',', ''))"
+        self.wait(f"return {now} === 'Step ' + {step}", told=f"return {now}")
+        self.wait("return new Promise(done => setTimeout(() => done(true), 350))")
+
+    def wait(self, script: str, told: str = "return document.title") -> None:
+        """Wait until a script says so; `told` says what there is instead."""
+        from selenium.common.exceptions import TimeoutException
+        from selenium.webdriver.support.ui import WebDriverWait
+
+        try:
+            WebDriverWait(self.browser, 10, 0.05).until(lambda _: self.run(script))
+        except TimeoutException:
+            pytest.fail(f"expected {script}, got {self.run(told)}")
+
+    def text(self, selector: str) -> str:
+        """What an element of the page says."""
+        return self.run("return document.querySelector(arguments[0]).textContent", selector)
+
+    def stat(self, name: str) -> str:
+        """One of the numbers of the explorer."""
+        return self.text(f"[data-stat={name}]")
+
+    def find(self, identifier: str) -> Any:
+        """A control of the explorer."""
+        return self.browser.find_element("id", f"x-{identifier}")
+
+    def settings(self) -> dict[str, Any]:
+        """What the controls of the explorer say."""
+        return self.run(
+            """const of = (id) => document.getElementById(`x-${id}`).value.replaceAll(',', '');
+            const radio = (name) => document.querySelector(`[name=${name}]:checked`).value;
+            return { kind: radio('kind'), method: radio('method'), k: of('k'), c: of('c'),
+                     atMost: of('atMost'), accumulators: of('accumulators'), t: of('t'),
+                     numbers: of('numbers') };"""
+        )
+
+    def blocks(self) -> list[int]:
+        """Where the blocks that are drawn start."""
+        return self.run(
+            "return [...document.querySelectorAll('.x-block')].map(one => +one.dataset.start)"
+        )
+
+    def console(self) -> list[str]:
+        """What was written to the console since the last look."""
+        return [f"{one['level']}: {one['message']}" for one in self.browser.get_log("browser")]
+
+    def requests(self) -> list[str]:
+        """What was asked for since the last look."""
+        events = (json.loads(one["message"]) for one in self.browser.get_log("performance"))
+        sent = (one["message"] for one in events)
+        return [
+            one["params"]["request"]["url"]
+            for one in sent
+            if one["method"] == "Network.requestWillBeSent"
+        ]
+
+
+def link(rule: Any, t: int, window: Any = None) -> str:
+    """The link to a rule in the explorer; `window` is what to read an AnyTail with."""
+    window = window or rule.window
+    parts = {"window": window.k if isinstance(window, Fixed) else window.c}
+    if isinstance(window, Growing) and window.at_most is not None:
+        parts["at_most"] = window.at_most
+    if isinstance(rule, AnytimeWindow):
+        parts["method"] = "paper" if rule.turns == "paper" else "anytime"
+    else:
+        kinds = {AnyTail: "anytail", Exponential: "exponential", ExactWindow: "exact"}
+        parts["method"] = kinds[type(rule)]
+    if isinstance(rule, AnytimeWindow | AnyTail):
+        parts["accumulators"] = rule.accumulators
+    return "#" + "&".join(f"{name}={value}" for name, value in {**parts, "t": t}.items())
+
+
+def written(x: float) -> str:
+    """A number as the explorer writes it.
+
+    Examples:
+        >>> written(287.49999999999994), written(0.05897), written(30000.0)
+        ('287.5', '0.059', '30,000')
+    """
+    value = Decimal(f"{x:.12g}")
+    digits = 1 if abs(value) >= 100 else 2 if abs(value) >= 1 else 2 - value.adjusted()
+    rounded = value.quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP) if value else value
+    text = f"{rounded:,f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
