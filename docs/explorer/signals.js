@@ -9,11 +9,12 @@ const signals = (() => {
   /** A number from a normal distribution, always the same one for the same place. */
   function normal(place) {
     const uniform = (seed) => {
-      let x = Math.imul(seed ^ (seed >>> 16), 0x45d9f3b);
-      x = Math.imul(x ^ (x >>> 16), 0x45d9f3b);
+      let x = (seed + 0x9e3779b9) | 0; // then the last steps of MurmurHash3, which spread every bit
+      x = Math.imul(x ^ (x >>> 16), 0x85ebca6b);
+      x = Math.imul(x ^ (x >>> 13), 0xc2b2ae35);
       return (((x ^ (x >>> 16)) >>> 0) + 0.5) / 2 ** 32;
     };
-    const seed = 2 * (place + 1e6); // small ones mix badly
+    const seed = 2 * (place + 1e6);
     const radius = Math.sqrt(-2 * Math.log(uniform(seed)));
     return radius * Math.cos(2 * Math.PI * uniform(seed + 1));
   }
