@@ -29,6 +29,7 @@ bench: $(STAMPS)/bench
 	$(BIN)/python benchmarks/core.py
 	$(BIN)/python benchmarks/frames.py
 	$(BIN)/python benchmarks/stream.py
+	$(BIN)/python benchmarks/plot.py
 	$(BIN)/python benchmarks/spark.py
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/parameters.py

@@ -178,6 +178,9 @@ class Track:
     def _scan(self, xs: Array, ys: Array, curves: Array) -> None:
         """Average the samples, with stops to compute standard errors."""
         assert self._band is not None
+        while self._banded.full((self.count + len(ys)) // self._banded.width):
+            self._banded.widen()
+            self._band = [noted for noted in self._band if noted[0] % self._banded.width == 0]
         stops = self._banded.ends(self.count, self.count + len(ys)) - self.count
         start = 0
         while start < len(ys):
@@ -191,12 +194,9 @@ class Track:
             start = stop
 
     def _note(self, row: int, x: float, values: list[float]) -> None:
-        """Note the standard errors now, and forget every other one if there are many."""
+        """Note the standard errors now."""
         assert self._band is not None
         self._band.append((row, x, values, [each.standard_error() for each in self.averages]))
-        if self._banded.full(len(self._band)):
-            self._banded.widen()
-            self._band = [noted for noted in self._band if noted[0] % self._banded.width == 0]
 
     def lines(self, run: int, after: int = 0) -> list[Line]:
         """The curve of the samples, and those of the averages; only `after` so many rows."""

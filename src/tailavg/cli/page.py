@@ -39,6 +39,7 @@ def _lines(chart: Chart, panel: Panel) -> list[dict[str, Any]]:
             "name": chart.name_of(line),
             "colour": colour_of(chart, line),
             "raw": line.window < 0,
+            "alpha": 1 if line.window >= 0 else 0.2 if several else 0.5,
             "dashes": line.window % 4 if several and line.window > 0 else 0,
             "now": _number(line.now),
             "error": _number(line.error),

@@ -323,7 +323,9 @@ class TailAverage:
         """Copies of what `_held` gives."""
         shape, _ = self._shape or (), self._now
         means, folded, partial = self._held()
-        blocks = np.array([np.broadcast_to(mean, shape) for mean in means], self._dtype)
+        if shape:
+            means = [np.broadcast_to(mean, shape) for mean in means]
+        blocks = np.array(means, self._dtype)
         return blocks, folded, np.array(np.broadcast_to(partial, shape), self._dtype)
 
     @classmethod
