@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ from tailavg.jax.clock import (
 )
 from tailavg.jax.folds import Bundle, Held, flat, folded, hosted, times
 from tailavg.jax.reads import size_read, value
-from tailavg.jax.states import Tree, TreeState, aligned, averaged, beyond, name_of, parted
+from tailavg.jax.states import Like, Tree, TreeState, aligned, averaged, beyond, name_of, parted
 
 __all__ = ["BUNDLE", "TreeAverage", "tail_average"]
 
@@ -172,6 +172,14 @@ class TreeAverage:
             bundles=jax.tree.map(_placed_alike, held.bundles, state.bundles),
         )
 
+    @overload
+    def value(
+        self, state: TreeState, like: None = None, window: Reading | Array | None = None
+    ) -> Tree: ...
+    @overload
+    def value(
+        self, state: TreeState, like: Like, window: Reading | Array | None = None
+    ) -> Like: ...
     def value(
         self, state: TreeState, like: Tree = None, window: Reading | Array | None = None
     ) -> Tree:
