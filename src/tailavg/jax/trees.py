@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.experimental.shard_alike import shard_alike
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tailavg.core import state as layout
@@ -169,7 +168,7 @@ class TreeAverage:
             ),
             sums=structure.unflatten(new),
             means=structure.unflatten(means),
-            bundles=jax.tree.map(_placed_alike, held.bundles, state.bundles),
+            bundles=held.bundles,
         )
 
     @overload
@@ -408,12 +407,6 @@ def _gathered(array: Array, like: Array) -> Array:
     everywhere = NamedSharding(like.sharding.mesh, PartitionSpec())  # type: ignore[no-untyped-call]
     whole: Array = jax.device_put(array, everywhere)
     return whole
-
-
-def _placed_alike(new: Array, old: Array) -> Array:
-    """The new array, sharded like the old one: XLA would rather shard it like a leaf."""
-    alike: Array = shard_alike(new, old)[0]  # type: ignore[no-untyped-call]
-    return alike
 
 
 @functools.lru_cache
