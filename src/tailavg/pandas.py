@@ -39,7 +39,7 @@ def tail_mean(
     numeric_only: bool = False,
 ) -> pd.Series: ...
 @overload
-def tail_mean(
+def tail_mean(  # type: ignore[overload-cannot-match]  # without pandas-stubs, all are Any
     data: pd.DataFrame | DataFrameGroupBy,
     window: AnyWindow | Rule,
     *,

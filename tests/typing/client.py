@@ -160,13 +160,13 @@ def with_frames(series: pl.Series, frame: pl.DataFrame, table: DataFrame, s: Spa
     tailavg.polars.tail_mean([1.0], 0.25)  # type: ignore[type-var] # pyright: ignore[reportArgumentType]
     assert_type(tailavg.spark.tail_mean(table, "loss", [0.1, 0.25], by="run"), DataFrame)
     assert_type(tailavg.spark.saved_states(s, "checkpoint"), DataFrame)
-    tailavg.spark.tail_mean(table, "loss", 3, late="drop")  # type: ignore[arg-type] # pyright: ignore[reportArgumentType]
+    tailavg.spark.tail_mean(table, "loss", 3, late="later")  # type: ignore[arg-type] # pyright: ignore[reportArgumentType]
 
 
 def with_pandas(series: pd.Series, frame: pd.DataFrame, state: TailAverages) -> None:
     assert_type(tailavg.pandas.tail_mean(series, 0.25, state=state), pd.Series)
     assert_type(tailavg.pandas.tail_mean(frame, 0.25, by="run"), pd.DataFrame)
-    tailavg.pandas.tail_mean(series)  # type: ignore[call-overload] # pyright: ignore[reportCallIssue]
+    tailavg.pandas.tail_mean(series, by="run")  # type: ignore[call-overload] # pyright: ignore[reportCallIssue]
 
 
 def with_river() -> None:

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from tailavg.jax.clock import Merge, Step
 
@@ -207,8 +207,8 @@ def flat(arrays: Sequence[Array]) -> Array:
         whole = NamedSharding(sharding.mesh, spec)
         if any(axis is not None for axis in sharding.spec):  # it is part of the type
             array = jax.sharding.reshard(array, whole)  # type: ignore[no-untyped-call]
-        elif sharding.mesh.are_all_axes_auto:
-            array = lax.with_sharding_constraint(array, whole)
+        elif {*sharding.mesh.axis_types} == {AxisType.Auto}:
+            array = lax.with_sharding_constraint(array, whole)  # type: ignore[no-untyped-call]
         rows.append(lax.reshape(array, (array.size,)))
     return lax.concatenate(rows, 0) if len(rows) > 1 else rows[0]
 
