@@ -85,8 +85,9 @@ def install(wheel, python, extras, resolution, place):
     shown = ", ".join(f"{name} {version}" for name, version in versions.items())
     oldest = (place / "lib" / f"python{OLDEST_PYTHON}").exists()
     print(f"{python} {','.join(extras) or 'core'}, {resolution}: {shown}", flush=True)
+    # a later Python may have no wheel of the oldest version
     for name, bound in bounds.items():
-        if resolution == LOWEST and oldest and f"{versions[name]}.0.".find(f"{bound}.") != 0:
+        if resolution == LOWEST and oldest and not f"{versions[name]}.".startswith(f"{bound}."):
             sys.exit(f"{name}>={bound}: expected to get it, got {versions[name]}; raise the bound")
 
 
@@ -102,6 +103,7 @@ def smoke(extras, place, folder):
 
 
 def main():
+    """Build once, and try every combination."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pythons", nargs="+", default=[sys.executable], help="versions, or paths")
     parser.add_argument("--extras", nargs="*", default=[], help="one, or several as in cli,plot")

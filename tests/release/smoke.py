@@ -209,17 +209,17 @@ def keras_works():
 
     from tailavg.keras import TailAverage as Callback
 
-    class Weights(keras.callbacks.Callback):
-        seen = []
+    seen = []
 
+    class Weights(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
-            self.seen.append(np.array(self.model.get_weights()[0]))
+            seen.append(np.array(self.model.get_weights()[0]))
 
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     x = XS[:, None]
     model.fit(x, 2 * x, batch_size=4, epochs=2, verbose=0, callbacks=[Callback(K), Weights()])
-    close(model.get_weights()[0], anytime(np.array(Weights.seen)), 1e-5)
+    close(model.get_weights()[0], anytime(np.array(seen)), 1e-5)
 
 
 def torch_works():
@@ -295,11 +295,11 @@ def transformers_works():
         def forward(self, x):
             return {"loss": (self.layer(x) - 2 * x).square().mean()}
 
-    class Weights(TrainerCallback):
-        seen = []
+    seen = []
 
+    class Weights(TrainerCallback):
         def on_step_end(self, args, state, control, model, **_):
-            self.seen.append(model.layer.weight.detach().numpy().copy())
+            seen.append(model.layer.weight.detach().numpy().copy())
 
     rows = [{"x": torch.tensor([x], dtype=torch.float32)} for x in XS]
     with TemporaryDirectory() as folder:
@@ -312,7 +312,7 @@ def transformers_works():
         trainer.train()
     with trainer.tail_average.average_parameters():
         found = trainer.model.layer.weight.detach().numpy().copy()
-    close(found, anytime(np.array(Weights.seen)), 1e-5)
+    close(found, anytime(np.array(seen)), 1e-5)
 
 
 if __name__ == "__main__":

@@ -138,7 +138,7 @@ def with_jax(params: dict[str, jax.Array]) -> None:
     tailavg.optax.tail_average(0.25, offload="disk")  # type: ignore[arg-type] # pyright: ignore[reportArgumentType]
 
 
-def with_trainers(model: torch.nn.Module) -> None:
+def with_trainers(model: torch.nn.Module) -> list[object]:
     callback: Callback = tailavg.lightning.TailAveraging(0.25, update_every=2)
     assert_type(tailavg.lightning.TailAveraging(0.25).average, tailavg.torch.ParameterAverage)
     trainer = tailavg.transformers.TailAverageTrainer(model, tail_average=0.25)
@@ -150,7 +150,7 @@ def with_trainers(model: torch.nn.Module) -> None:
     assert_type(tail.count, int)
     assert_type(tail.weights(), Reals)
     assert_type(tail.profile(), Profile)
-    print(callback, hugging_face, keras_callback)
+    return [callback, hugging_face, keras_callback]
 
 
 def with_frames(series: pl.Series, frame: pl.DataFrame, table: DataFrame, s: SparkSession) -> None:
