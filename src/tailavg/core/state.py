@@ -379,7 +379,8 @@ def _write_npz(
     if objects := [name for name, array in arrays.items() if array.dtype.hasobject]:
         raise ValueError(f"state: {', '.join(objects)}: expected numbers, got objects")
     with whole_file(path) as file:
-        np.savez(file, header=np.asarray(json.dumps(header)), **arrays)
+        members: dict[str, Any] = {"header": np.asarray(json.dumps(header)), **arrays}
+        np.savez(file, **members)
 
 
 def _read_npz(
