@@ -89,7 +89,7 @@ def cli_works():
 
 def plot_works():
     with TemporaryDirectory() as folder:
-        command("profile", "-w", "4", "--count", "37", "--plot", "a.svg", cwd=folder)
+        command("profile", "--window", "4", "--count", "37", "--plot", "a.svg", cwd=folder)
         assert Path(folder, "a.svg").stat().st_size > 1000
 
 
