@@ -4,7 +4,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 STAMPS := .venv/stamps
 
-.PHONY: demo test lint types docs figures bench clean
+.PHONY: demo test lint docs wheel release figures bench clean
 
 demo: $(STAMPS)/cli,plot  ## the paper's experiments: figures, claims and a report
 	$(BIN)/tailavg reproduce --output build/reproduction
@@ -16,10 +16,20 @@ lint: $(STAMPS)/lint
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
 docs: $(STAMPS)/docs
 	$(BIN)/mkdocs build --strict --quiet
+
+wheel: $(STAMPS)/release  ## build the wheel, and try its core in empty environments
+	$(BIN)/python .ci/release.py
+
+# and each extra; on which Pythons, as versions or paths. Those of torch are not among them: they are large
+PYTHONS ?= 3.11 3.13
+EXTRAS ?= cli cli,plot fast pandas polars river spark jax optax keras,jax
+release: $(STAMPS)/release
+	$(BIN)/python .ci/release.py --pythons $(PYTHONS) --extras $(EXTRAS)
 
 figures: $(STAMPS)/test  ## draw the figures of the documentation anew
 	PYTHONPATH=examples $(BIN)/python docs/figures.py
@@ -38,7 +48,7 @@ bench: $(STAMPS)/bench
 	$(BIN)/python benchmarks/checkpoints.py
 
 clean:
-	rm -rf .venv site
+	rm -rf .venv dist site
 
 $(STAMPS):
 	$(PYTHON) -m venv .venv

@@ -11,7 +11,7 @@ import functools
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, overload
 
 from tailavg.core.extras import needs
 
@@ -39,6 +39,8 @@ _CHANGERS = {
     "ScheduleFreeState",
     "SplitRealAndImaginaryState",
 }  # wrappers that change updates or parameters, from optax and optax.contrib
+
+Params = TypeVar("Params")
 
 __all__ = ["averaged_params", "evaluate_tails", "tail_average", "with_tail_average"]
 
@@ -106,6 +108,14 @@ def with_tail_average(
     return optax.chain(tx, tail_average(rule, dtype=dtype, bundle=bundle, offload=offload))
 
 
+@overload
+def averaged_params(
+    opt_state: Any, params: None = None, window: Reading | Array | None = None
+) -> Any: ...
+@overload
+def averaged_params(
+    opt_state: Any, params: Params, window: Reading | Array | None = None
+) -> Params: ...
 def averaged_params(
     opt_state: Any, params: Any = None, window: Reading | Array | None = None
 ) -> Any:

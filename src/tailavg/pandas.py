@@ -7,7 +7,7 @@ tail_mean(df, Exponential(100), by="run")           # of each run, and each colu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
@@ -28,6 +28,26 @@ __all__ = ["tail_mean"]
 _MASKED = (pd.arrays.FloatingArray, pd.arrays.IntegerArray, pd.arrays.BooleanArray)
 
 
+@overload
+def tail_mean(
+    data: pd.Series | SeriesGroupBy,
+    window: AnyWindow | Rule,
+    *,
+    by: Any = None,
+    nan_policy: NanPolicy = "omit",
+    state: TailAverages | None = None,
+    numeric_only: bool = False,
+) -> pd.Series: ...
+@overload
+def tail_mean(  # type: ignore[overload-cannot-match]  # without pandas-stubs, all are Any
+    data: pd.DataFrame | DataFrameGroupBy,
+    window: AnyWindow | Rule,
+    *,
+    by: Any = None,
+    nan_policy: NanPolicy = "omit",
+    state: TailAverages | None = None,
+    numeric_only: bool = False,
+) -> pd.DataFrame: ...
 def tail_mean(
     data: Any,
     window: AnyWindow | Rule,

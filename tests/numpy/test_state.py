@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from cases import KINDS, METHODS, RULES, WAYS, bits, chunks, rules, short, take
 from tailavg import AnytimeWindow, ExactWindow, Exponential, Growing, RawTail, TailAverage
+from tailavg.core import state as layout
 from tailavg.core.rules import as_rule
 
 KEYS = [
@@ -466,3 +467,10 @@ def test_a_dtype_is_numpys_own_object(dtype):
     average.update(np.ones(2, average.dtype))
     for one in (average, average.copy()):
         assert one.dtype is np.ones(2, one.dtype.name).dtype
+
+
+def test_objects_are_not_written(tmp_path):
+    state = TailAverage(2).state_dict() | {"blocks": np.array([object()])}
+    with pytest.raises(ValueError, match="blocks: expected numbers, got objects"):
+        layout.write_file(tmp_path / "average", state)
+    assert not files(tmp_path)

@@ -330,7 +330,11 @@ def average_checkpoints(
     paths: Sequence[Path],
     outputs: Mapping[Path, Weighing],
     progress: Callable[[int, int], object] | None = None,
-    **options: Any,
+    *,
+    dtype: str | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    steps: Sequence[int] | None = None,
 ) -> list[list[Path]]:
     """Average checkpoints in one pass, and write an output for each rule.
 
@@ -340,7 +344,10 @@ def average_checkpoints(
         paths: The checkpoints, oldest first: files, or folders.
         outputs: What to write, each with a rule, or with a weight for each checkpoint.
         progress: Called with how many bytes have been read, and how many there are.
-        **options: Those of `Plan`: `dtype`, `include`, `exclude`, `steps`.
+        dtype: As in `Plan`, and so are the others.
+        include: Patterns of the tensors to average.
+        exclude: Patterns of the tensors to leave as they are.
+        steps: The step of each checkpoint, if windows are in steps.
 
     Returns:
         For each output, the checkpoints that have a weight.
@@ -350,6 +357,6 @@ def average_checkpoints(
             or dtypes.
         OSError: If a file cannot be opened or written.
     """
-    plan = Plan(paths, outputs, **options)
+    plan = Plan(paths, outputs, dtype=dtype, include=include, exclude=exclude, steps=steps)
     plan.run(progress)
     return [plan.used(output) for output in outputs]

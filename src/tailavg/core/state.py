@@ -376,8 +376,11 @@ def _write_npz(
     path: str | os.PathLike[str], header: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]
 ) -> None:
     """Write arrays, and a header as JSON, to one .npz file, whole or not at all."""
+    if objects := [name for name, array in arrays.items() if array.dtype.hasobject]:
+        raise ValueError(f"state: {', '.join(objects)}: expected numbers, got objects")
     with whole_file(path) as file:
-        np.savez(file, allow_pickle=False, header=np.asarray(json.dumps(header)), **arrays)
+        members: dict[str, Any] = {"header": np.asarray(json.dumps(header)), **arrays}
+        np.savez(file, **members)
 
 
 def _read_npz(

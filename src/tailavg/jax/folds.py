@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from tailavg.jax.clock import Merge, Step
 
@@ -199,14 +199,16 @@ def weighed(weight: Array, part: Array) -> Array:
 
 
 def flat(arrays: Sequence[Array]) -> Array:
-    """Arrays one after another. If their shardings are part of their types, they are gathered."""
+    """Arrays one after another, gathered: XLA would rather shard them like one of their leaves."""
     rows = []
     for array in arrays:
         sharding = jax.typeof(array).sharding
-        if any(axis is not None for axis in sharding.spec):
-            spec = PartitionSpec(*[None] * array.ndim)  # type: ignore[no-untyped-call]
-            whole = NamedSharding(sharding.mesh, spec)
+        spec = PartitionSpec(*[None] * array.ndim)  # type: ignore[no-untyped-call]
+        whole = NamedSharding(sharding.mesh, spec)
+        if any(axis is not None for axis in sharding.spec):  # it is part of the type
             array = jax.sharding.reshard(array, whole)  # type: ignore[no-untyped-call]
+        elif {*sharding.mesh.axis_types} == {AxisType.Auto}:
+            array = lax.with_sharding_constraint(array, whole)  # type: ignore[no-untyped-call]
         rows.append(lax.reshape(array, (array.size,)))
     return lax.concatenate(rows, 0) if len(rows) > 1 else rows[0]
 

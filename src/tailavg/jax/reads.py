@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from tailavg.jax.clock import (
     traced_window,
 )
 from tailavg.jax.folds import combined, cut, near, starts_of, weighed
-from tailavg.jax.states import Tree, TreeState, aligned, beyond, parted
+from tailavg.jax.states import Like, Tree, TreeState, aligned, beyond, parted
 
 __all__ = [
     "Weights",
@@ -38,6 +38,10 @@ Weights = tuple[Array, Array]
 """The weights of the means, each in its place, and of the sum."""
 
 
+@overload
+def value(state: TreeState, like: None = None, window: Reading | Array | None = None) -> Tree: ...
+@overload
+def value(state: TreeState, like: Like, window: Reading | Array | None = None) -> Like: ...
 def value(state: TreeState, like: Tree = None, window: Reading | Array | None = None) -> Tree:
     """The average, as a new tree; before the first update, the tree given to `init`.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,10 @@ from jax import Array
 from tailavg.jax.clock import TracedBlocks, TracedDecay
 from tailavg.jax.folds import Bundle
 
-__all__ = ["Tree", "TreeState", "aligned", "averaged", "beyond", "name_of", "parted"]
+__all__ = ["Like", "Tree", "TreeState", "aligned", "averaged", "beyond", "name_of", "parted"]
 
 Tree: TypeAlias = Any
+Like = TypeVar("Like")  # a tree of the same kind
 
 
 class TreeState(NamedTuple):

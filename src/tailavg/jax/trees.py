@@ -14,13 +14,12 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.experimental.shard_alike import shard_alike
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tailavg.core import state as layout
@@ -38,7 +37,7 @@ from tailavg.jax.clock import (
 )
 from tailavg.jax.folds import Bundle, Held, flat, folded, hosted, times
 from tailavg.jax.reads import size_read, value
-from tailavg.jax.states import Tree, TreeState, aligned, averaged, beyond, name_of, parted
+from tailavg.jax.states import Like, Tree, TreeState, aligned, averaged, beyond, name_of, parted
 
 __all__ = ["BUNDLE", "TreeAverage", "tail_average"]
 
@@ -169,9 +168,17 @@ class TreeAverage:
             ),
             sums=structure.unflatten(new),
             means=structure.unflatten(means),
-            bundles=jax.tree.map(_placed_alike, held.bundles, state.bundles),
+            bundles=held.bundles,
         )
 
+    @overload
+    def value(
+        self, state: TreeState, like: None = None, window: Reading | Array | None = None
+    ) -> Tree: ...
+    @overload
+    def value(
+        self, state: TreeState, like: Like, window: Reading | Array | None = None
+    ) -> Like: ...
     def value(
         self, state: TreeState, like: Tree = None, window: Reading | Array | None = None
     ) -> Tree:
@@ -400,12 +407,6 @@ def _gathered(array: Array, like: Array) -> Array:
     everywhere = NamedSharding(like.sharding.mesh, PartitionSpec())  # type: ignore[no-untyped-call]
     whole: Array = jax.device_put(array, everywhere)
     return whole
-
-
-def _placed_alike(new: Array, old: Array) -> Array:
-    """The new array, sharded like the old one: XLA would rather shard it like a leaf."""
-    alike: Array = shard_alike(new, old)[0]  # type: ignore[no-untyped-call]
-    return alike
 
 
 @functools.lru_cache
