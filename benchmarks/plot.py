@@ -3,8 +3,8 @@
     python benchmarks/plot.py [--rounds 3] [--lines 10000000]
 
 The same file is drawn as SVG with three averages over its samples: by `tailavg plot`, with numba
-and without it, and by a script that reads it with pandas, takes two rolling means and one of everything
-so far, and draws every curve reduced to 4,000 points by taking every n-th, which loses extremes.
+and without it, and by a script that reads it with pandas, takes two rolling means and one of
+everything so far, and draws each curve at 4,000 rows, which loses extremes and has no errors.
 Complete processes, in interleaved rounds; the best round counts. The results go to
 results/plot.csv, and as a table to results/plot.md.
 """
