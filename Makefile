@@ -27,7 +27,7 @@ wheel: $(STAMPS)/release  ## build the wheel, and try its core in empty environm
 
 # and each extra; on which Pythons, as versions or paths. Those of torch are not among them: they are large
 PYTHONS ?= 3.11 3.13
-EXTRAS ?= cli cli,plot fast pandas polars river spark jax optax keras,jax
+EXTRAS ?= cli cli,plot cli,tensorboard fast pandas polars river spark jax optax keras,jax
 release: $(STAMPS)/release
 	$(BIN)/python .ci/release.py --pythons $(PYTHONS) --extras $(EXTRAS)
 

@@ -76,6 +76,8 @@ def cli_works():
     assert command("--version").split() == ["tailavg", tailavg.__version__]
     lines = command("stream", "--window", str(K), input="\n".join(map(repr, XS.tolist())))
     close([float(line) for line in lines.split()], EACH, 1e-5)
+    chart = command("plot", "-w", "1", input="3\n5\n", env=os.environ | {"PYTHONUTF8": "1"})
+    assert "the last 1 5" in chart, chart
     profile = command("profile", "--window", "4", "--count", "37", "--output", "json")
     close([method["effective_size"] for method in json.loads(profile)], K)
     with TemporaryDirectory() as folder:
@@ -91,6 +93,27 @@ def plot_works():
     with TemporaryDirectory() as folder:
         command("profile", "--window", "4", "--count", "37", "--plot", "a.svg", cwd=folder)
         assert Path(folder, "a.svg").stat().st_size > 1000
+        numbers = "\n".join(map(repr, XS.tolist()))
+        for kind in ("svg", "png", "pdf", "html"):
+            command("plot", "--window", "4", "-o", f"b.{kind}", cwd=folder, input=numbers)
+            assert Path(folder, f"b.{kind}").stat().st_size > 3000
+
+
+def tensorboard_works():
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+    with TemporaryDirectory() as folder:
+        log = EventFileWriter(folder)
+        for step, x in enumerate([3.0, 5.0]):
+            value = Summary.Value(tag="loss", simple_value=x)
+            log.add_event(Event(step=step, summary=Summary(value=[value])))
+        log.close()
+        chart = command(
+            "plot", folder, "-c", "loss", "-w", "1", env=os.environ | {"PYTHONUTF8": "1"}
+        )
+    assert "the last 1 5" in chart, chart
 
 
 def fast_works():

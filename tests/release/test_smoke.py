@@ -4,7 +4,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-EXTRAS = "cli plot fast pandas polars river jax optax keras torch lightning transformers"
+EXTRAS = (
+    "cli plot tensorboard fast pandas polars river jax optax keras torch lightning transformers"
+)
 
 
 def test_every_extra_works(tmp_path):
