@@ -295,6 +295,7 @@ def test_event_files(tmp_path, writer):
         (["-w", "0"], "1\n", 2, "expected"),
         (["--live", "-o", "x.svg"], "1\n", 2, "--live draws in the terminal"),
         (["--x", "step"], "1\n", 2, "--x needs --column or --field"),
+        (["--x", "a", "-c", "a"], "a\n1\n", 2, "expected another column than those to draw"),
         (["--by", "run"], "1\n", 2, "--by needs --column or --field"),
         (["-o", "x.doc"], "1\n", 2, "expected a file name that ends in"),
         (["-o", "no/x.svg"], "1\n", 1, "cannot write the plot"),
@@ -320,6 +321,52 @@ def test_errors(tmp_path, arguments, given, code, told):
     assert told in re.sub(r"[\s│]+", " ", process.stderr)
     assert "Traceback" not in process.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+@pytest.mark.parametrize("name", ["x.doc", "no/x.svg", "no/x.html"])
+def test_what_cannot_be_drawn_is_said_before_reading(tmp_path, name):
+    command = [*TAILAVG, "-o", name]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, env=ENV
+    )
+    assert process.wait(30) == (2 if name == "x.doc" else 1)  # though the input has not ended
+    process.stdin.close()
+
+
+def test_odd_names(tmp_path):
+    """What matplotlib would take for mathematics or hide, and what would clear a terminal."""
+    names = ["_a$b$_{", "$\\frac$", "c\x1b[2J", "d\ufffd"]
+    given = "x,k\n" + "".join(f"{i},{name}\n" for name in names for i in range(5))
+    text = drawn("-c", "x", "--by", "k", folder=tmp_path, given=given)
+    assert "\x1b" not in text
+    drawn("-c", "x", "--by", "k", "-o", "x.svg", folder=tmp_path, given=given)
+    image = (tmp_path / "x.svg").read_text(encoding="utf-8")
+    for name in ("_a$b$_{", "$\\frac$", "c\ufffd[2J"):
+        assert name in text
+        assert name in image
+    lines = page(tmp_path, "-c", "x", "--by", "k", given=given)["x"]
+    assert "c\ufffd[2J" in lines
+    process = subprocess.run(
+        [*TAILAVG, "-c", "x", "--by", "k", "-o", "y.html"],
+        input=b"x,k\n1,\xff\n2,\xff\n",
+        cwd=tmp_path,
+        capture_output=True,
+    )
+    assert process.returncode == 0, process.stderr
+
+
+def test_many_files_are_not_all_open(tmp_path):
+    resource = pytest.importorskip("resource")
+    for i in range(80):
+        (tmp_path / f"{i}.txt").write_text("1\n2\n")
+    process = subprocess.run(
+        [*TAILAVG, *(f"{i}.txt" for i in range(80)), "-o", "x.html"],
+        cwd=tmp_path,
+        capture_output=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)),
+    )
+    assert process.returncode == 0, process.stderr
+    assert "<h1>80 files</h1>" in (tmp_path / "x.html").read_text(encoding="utf-8")
 
 
 def test_bad_rows_can_be_skipped(tmp_path):

@@ -12,7 +12,17 @@ import numpy as np
 
 from tailavg.cli.curves import Line
 
-__all__ = ["LISTED", "Chart", "Panel", "colour_of", "labels", "limits", "number", "ticks"]
+__all__ = [
+    "LISTED",
+    "Chart",
+    "Panel",
+    "colour_of",
+    "labels",
+    "limits",
+    "number",
+    "printable",
+    "ticks",
+]
 
 COLOURS = ["#0083cc", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8b2f8f", "#8c6d31"]
 """Okabe and Ito's, a little darker, and two more."""
@@ -65,6 +75,16 @@ class Chart:
         """The lines of the legend: the averages, and of a single run the samples too."""
         lines = self.drawn(panel)
         return lines if len(self.runs) == 1 else [line for line in lines if line.window >= 0]
+
+
+def printable(name: str) -> str:
+    """A name without what would confuse a terminal or a file: controls, and halves of characters.
+
+    Examples:
+        >>> printable("loss\\x1b[2J")
+        'loss�[2J'
+    """
+    return "".join(each if each.isprintable() else "\ufffd" for each in name)
 
 
 def colour_of(chart: Chart, line: Line) -> str:

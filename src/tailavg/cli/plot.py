@@ -12,10 +12,12 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from tailavg.cli.charts import Chart, Panel
+from tailavg.cli.charts import Chart, Panel, printable
 from tailavg.cli.common import Method, fail, parse_rule, parse_windows, say
 from tailavg.cli.curves import Track
 from tailavg.cli.events import has_events, read_events
+from tailavg.cli.page import page
+from tailavg.cli.pictures import check, draw, write
 from tailavg.cli.rows import MANY, Blocks, Rows, check_input, source_of
 from tailavg.core import signals
 from tailavg.core.rules import WindowRule
@@ -120,7 +122,11 @@ def plot(
         raise typer.BadParameter("--live draws in the terminal: use it without --output")
     if x is not None and not (column or fields):
         raise typer.BadParameter("--x needs --column or --field")
+    if x is not None and x in (column or fields or []):
+        raise typer.BadParameter(f"--x: expected another column than those to draw, got {x!r}")
     source_of(column, fields, by)
+    if output is not None:
+        check(output, "--output")
     names = list(dict.fromkeys(column or fields or ["value"]))
     suffix = "" if output is None else output.suffix.lower()
     banded = band and method is Method.anytime
@@ -131,8 +137,9 @@ def plot(
             "event files are read with --column TAG, and without --by and --x: they have steps"
         )
     chart = Chart(
-        title=", ".join(map(_name, inputs)) if title is None and files else title or "",
-        x_name=x or ("step" if logged else "row" if column or fields else "sample"),
+        title=printable(_title(files or []) if title is None else title),
+        x_name=printable(x or "")
+        or ("step" if logged else "row" if column or fields else "sample"),
         runs=[],
         windows=[window_title(one) for one in chosen],
         log_x=log_x,
@@ -172,13 +179,8 @@ def plot(
 
 def _write(chart: Chart, output: Path) -> None:
     if output.suffix.lower() == ".html":
-        from tailavg.cli.page import page
-        from tailavg.cli.pictures import write
-
         write(page(chart).encode(), output)
     else:
-        from tailavg.cli.pictures import draw
-
         draw(chart, output)
 
 
@@ -197,6 +199,10 @@ def window_title(window: Window) -> str:
 
 def _name(file: str) -> str:
     return "standard input" if file == "-" else file
+
+
+def _title(files: list[str]) -> str:
+    return ", ".join(map(_name, files)) if len(files) <= 3 else f"{len(files)} files"
 
 
 def _labels(files: list[str]) -> list[str]:
@@ -282,13 +288,13 @@ class Curves:
         tracks = self.runs.get((file, key))
         if tracks is None:
             if len(self.runs) == RUNS:
-                fail(f"expected at most {RUNS} runs to draw, got more; choose a coarser --by")
+                fail(f"expected at most {RUNS} runs to draw, got more; draw fewer")
             tracks = self.runs[file, key] = [Track(*self._made) for _ in self.names]
         return tracks
 
     def drawn_in(self, chart: Chart) -> Chart:
         """The chart, with the curves as they are now."""
-        chart.runs = [": ".join(filter(None, run)) for run in self.runs]
+        chart.runs = [printable(": ".join(filter(None, run))) for run in self.runs]
         every = list(enumerate(self.runs.values()))
         chart.panels = [
             Panel(

@@ -55,9 +55,9 @@ class Blocks:
         except OSError as error:
             fail(f"{self.name}: {error.strerror}")
         if os.name == "posix":
-            self._wake, write_end = os.pipe()
-            os.set_blocking(write_end, False)
-            signal.set_wakeup_fd(write_end)
+            self._wake, self._waker = os.pipe()
+            os.set_blocking(self._waker, False)
+            signal.set_wakeup_fd(self._waker)
 
     def __iter__(self) -> Iterator[bytes]:
         """The blocks. A last line without a line end gets one, unless a signal cut it short."""
@@ -75,9 +75,13 @@ class Blocks:
             yield last + b"\n"
 
     def close(self) -> None:
-        """Close a file that was opened."""
+        """Close what was opened."""
         if self._input:
             os.close(self._input)
+        if os.name == "posix":
+            signal.set_wakeup_fd(-1)
+            os.close(self._wake)
+            os.close(self._waker)
 
     def _read(self) -> bytes | None:
         """What has arrived, at least one byte; nothing at the end of the input, None in a pause."""
