@@ -18,9 +18,9 @@ from tailavg import (
 from tailavg.core.clock import starts_at
 
 CASES = [
-    (AnytimeWindow(100), None),
+    (AnytimeWindow(100, 5), None),
     (AnytimeWindow(100, 12), None),
-    (AnytimeWindow(0.25, 2), None),
+    (AnytimeWindow(0.25, 6), None),
     (AnytimeWindow(Growing(0.5, at_most=300), 7), None),
     (AnytimeWindow(0.3, 5, turns="paper"), None),
     (AnyTail(12), 0.1),
@@ -33,7 +33,7 @@ def from_samples(xs, starts, weights):
     """The standard error of Σ wᵢ mᵢ, if each of nᵢ samples has the variance that the mᵢ show."""
     pieces = [(xs[a:b], weights[a:b].sum()) for a, b in pairwise([*starts, len(xs)])]
     pieces = [(piece, weight) for piece, weight in pieces if weight > 0]
-    if len(pieces) < 2:
+    if len(pieces) < 4:
         return np.full(xs.shape[1:], np.nan)
     overall = np.concatenate([piece for piece, _ in pieces]).mean(0)
     spread = sum(len(piece) * (piece.mean(0) - overall) ** 2 for piece, _ in pieces)
@@ -79,20 +79,32 @@ def test_estimates_the_spread_of_averages_over_runs():
     assert np.std(average.value()) > 1.9 / math.sqrt(600)
 
 
-def test_is_nan_without_two_blocks():
-    average = TailAverage(Exponential(10))
-    average.update_many(np.arange(100.0))
-    assert math.isnan(average.standard_error())
-    average = TailAverage(0.25)
+def test_is_nan_without_four_blocks():
+    for rule in (Exponential(10), AnytimeWindow(10), AnytimeWindow(1.0, 12), ExactWindow(3)):
+        average = TailAverage(rule)
+        average.update_many(np.arange(100.0))
+        assert math.isnan(average.standard_error())
+    average = TailAverage(AnytimeWindow(0.25, 12))
     with pytest.raises(ValueError, match="at least one sample"):
         average.standard_error()
     average.update(1.0)
     assert math.isnan(average.standard_error())
 
 
+@pytest.mark.parametrize("scale", [1e-310, 1e200, 1e306])
+def test_of_the_smallest_and_largest_floats(scale):
+    xs = np.random.default_rng(0).normal(size=400)
+    errors = []
+    for factor in (1.0, scale):
+        average = TailAverage(AnytimeWindow(100, 12))
+        average.update_many(xs * factor)
+        errors.append(average.standard_error() / factor)
+    assert errors[1] == pytest.approx(errors[0], rel=1e-3)
+
+
 def test_reads_and_changes_nothing():
     average = TailAverage(AnytimeWindow(50, 6), dtype=np.float32)
     average.update_many(np.random.default_rng(0).normal(size=(300, 4)))
     before = average.copy()
-    average.standard_error()
+    assert average.standard_error().dtype == np.float32
     assert average == before

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from tailavg.cli.common import fail
 from tailavg.cli.curves import Line
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "number",
     "printable",
     "ticks",
+    "with_error",
 ]
 
 COLOURS = ["#0083cc", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8b2f8f", "#8c6d31"]
@@ -54,6 +56,18 @@ class Chart:
     log_y: bool
     raw: bool
     panels: list[Panel] = field(default_factory=list)
+
+    def check(self) -> None:
+        """Fail if there is nothing to draw."""
+        for panel in self.panels:
+            for xs, ys in (line.points() for line in self.drawn(panel)):
+                seen = (
+                    np.isfinite(ys) & ((ys > 0) | (not self.log_y)) & ((xs > 0) | (not self.log_x))
+                )
+                if seen.any():
+                    return
+        above = " above 0, for a logarithmic axis" if self.log_x or self.log_y else ""
+        fail(f"expected at least one number{above} to draw, got none")
 
     def name_of(self, line: Line) -> str:
         """What a legend calls a line."""
@@ -99,12 +113,15 @@ def limits(values: Sequence[Any], log: bool) -> tuple[float, float]:
     least, greatest = np.inf, -np.inf
     for each in values:
         usable = each[np.isfinite(each) & ((each > 0) if log else True)]
+        usable = usable.clip(1e-300) if log else usable
         if len(usable):
             least, greatest = min(least, usable.min()), max(greatest, usable.max())
     if least > greatest:
         return (1.0, 10.0) if log else (0.0, 1.0)
-    if least == greatest:
-        return (least / 2, least * 2) if log else (least - 0.5, least + 0.5)
+    size = max(abs(least), abs(greatest))
+    if greatest - least <= 1e-12 * size:  # the same, but for rounding
+        margin = max(0.5, 1e-3 * size)
+        return (least / 2, greatest * 2) if log else (least - margin, greatest + margin)
     return float(least), float(greatest)
 
 
@@ -130,6 +147,8 @@ def ticks(least: float, greatest: float, most: int, log: bool) -> list[float]:
         if len(found) > 1:
             return found
     rough = (greatest - least) / max(1, most)
+    if not 1e-15 * max(abs(least), abs(greatest)) < rough < math.inf:
+        return [least, greatest]
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(nice * power for nice in (1, 2, 5, 10) if nice * power >= rough * (1 - 1e-9))
     wholes = range(math.ceil(least / step - 1e-9), math.floor(greatest / step + 1e-9) + 1)
@@ -146,6 +165,21 @@ def number(value: float, digits: int = 4) -> str:
     if math.isfinite(value) and value == round(value) and abs(value) < 1e9:
         return f"{value:,.0f}"
     return f"{value:.{digits}g}"
+
+
+def with_error(value: float, error: float, sign: str = "±") -> str:
+    """A value with as many digits as its error leaves.
+
+    Examples:
+        >>> with_error(1700000000.53, 0.12), with_error(0.25, float("nan"))
+        ('1700000000.53 ± 0.12', '0.25')
+    """
+    if not math.isfinite(error):
+        return number(value)
+    digits = 4
+    if error and value:
+        digits = max(digits, math.floor(math.log10(abs(value) / error)) + 2)
+    return f"{number(value, min(digits, 15))} {sign} {error:.2g}"
 
 
 def labels(found: Sequence[float]) -> list[str]:

@@ -54,7 +54,11 @@ def parse_window(text: str, at_most: int | None = None) -> Window:
         (Fixed(k=1), Growing(c=1.0, at_most=None))
     """
     try:
-        window = as_window(int(text) if text.strip().lstrip("+-").isdigit() else float(text))
+        number = int(text) if text.strip().lstrip("+-").isdigit() else float(text)
+    except ValueError:
+        raise typer.BadParameter(f"expected a window such as 1000 or 0.25, got {text!r}") from None
+    try:
+        window = as_window(number)
         if at_most is None:
             return window
         if not isinstance(window, Growing):

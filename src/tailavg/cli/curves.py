@@ -20,6 +20,9 @@ from tailavg.numpy.arithmetic import Array
 
 __all__ = ["Band", "Bins", "Grid", "Line", "Track"]
 
+LARGEST = 1e300
+"""Values beyond are drawn here: a picture of all floats would overflow."""
+
 BANDED = 256
 """The most rows at which the standard error is computed."""
 
@@ -128,22 +131,27 @@ class Line:
     """The standard error of that; NaN if unknown."""
 
     def points(self) -> tuple[Array, Array]:
-        """Points to connect, two for each bin; NaN where there is a gap."""
+        """Points to connect, two for each bin; NaN where there is a gap, or x goes back."""
         bins = self.bins
         low, high = (np.where(np.isfinite(each), each, np.nan) for each in (bins.low, bins.high))
         xs = np.stack([bins.first, bins.last], axis=1)
         ys = np.stack([np.where(bins.rising, low, high), np.where(bins.rising, high, low)], axis=1)
         two = (low < high) | (xs[:, 0] != xs[:, 1])
         kept = np.stack([np.full(len(low), True), two], axis=1)
-        return xs[kept], ys[kept]
+        xs, ys = xs[kept], ys[kept].clip(-LARGEST, LARGEST)
+        back = np.flatnonzero(np.diff(xs) < 0) + 1
+        return np.insert(xs, back, xs[back]), np.insert(ys, back, np.nan)
 
 
 class Track:
     """The samples of a column of a run, and their averages."""
 
-    def __init__(self, rules: Sequence[WindowRule], most: int, log: bool, band: bool) -> None:
+    def __init__(
+        self, rules: Sequence[WindowRule], most: int, log: bool, band: bool, after: int = 0
+    ) -> None:
         self.averages = [TailAverage(rule) for rule in rules]
         self.count = 0
+        self._after = after  # so many rows, it is drawn
         self._grid, self._banded = Grid(most, log), Grid(BANDED, log)
         self._bins: Bins | None = None
         self._band: list[tuple[int, float, list[float], list[float]]] | None = [] if band else None
@@ -162,6 +170,11 @@ class Track:
             self._scan(xs, ys, curves[1:])
         before, self.count = self.count, self.count + len(ys)
         self._last = float(ys[-1])
+        if before < self._after:
+            early = self._after - before
+            xs, curves, before = xs[early:], curves[:, early:], self._after
+            if not len(xs):
+                return
         bins = Bins.of(xs, curves, before, self._grid.ends(before, self.count))
         if self._bins is not None:
             bins = self._bins.followed(bins)
@@ -187,10 +200,9 @@ class Track:
             stop = int(stops[0]) if len(stops) else len(ys)
             for average, curve in zip(self.averages, curves, strict=True):
                 curve[start:stop] = average.scan(ys[start:stop])
-            if len(stops):
+            if len(stops) and self.count + stop > self._after:
                 self._note(self.count + stop, float(xs[stop - 1]), curves[:, stop - 1].tolist())
-                later = self._banded.ends(self.count + stop, self.count + len(ys))
-                stops = later - self.count
+            stops = stops[1:]
             start = stop
 
     def _note(self, row: int, x: float, values: list[float]) -> None:
@@ -198,12 +210,11 @@ class Track:
         assert self._band is not None
         self._band.append((row, x, values, [each.standard_error() for each in self.averages]))
 
-    def lines(self, run: int, after: int = 0) -> list[Line]:
-        """The curve of the samples, and those of the averages; only `after` so many rows."""
-        if self._bins is None or self.count <= after:
+    def lines(self, run: int) -> list[Line]:
+        """The curve of the samples, and those of the averages."""
+        if self._bins is None:
             return []
-        late = self._bins.end > after
-        held = Bins(*(each[..., late] for each in self._bins))
+        held = self._bins
         found = []
         for i in range(1 + len(self.averages)):
             bins = held._replace(low=held.low[i], high=held.high[i], rising=held.rising[i])
@@ -212,18 +223,18 @@ class Track:
                 now = self.averages[i - 1].value()
                 if self._band is not None:
                     error = self.averages[i - 1].standard_error()
-                    band = self._bands(i - 1, now, error, after)
+                    band = self._bands(i - 1, now, error)
             found.append(Line(run, i - 1, bins, band, now, error))
         return found
 
-    def _bands(self, i: int, now: float, error: float, after: int) -> Band | None:
+    def _bands(self, i: int, now: float, error: float) -> Band | None:
         assert self._band is not None
         assert self._bins is not None
-        late = [noted for noted in self._band if after < noted[0] < self.count]
-        noted = [(x, values[i], errors[i]) for _, x, values, errors in late]
+        before = [noted for noted in self._band if noted[0] < self.count]
+        noted = [(x, values[i], errors[i]) for _, x, values, errors in before]
         x, value, spread = np.array([*noted, (self._bins.last[-1], now, error)]).T
-        known = np.isfinite(spread)
-        if known.sum() < 2:
+        if np.isfinite(spread).sum() < 2:
             return None
-        x, value, spread = x[known], value[known], spread[known]
-        return Band(x, value - spread, value + spread)
+        spread[1:][np.diff(x) < 0] = np.nan  # x goes back
+        low, high = ((value + sign * spread).clip(-LARGEST, LARGEST) for sign in (-1, 1))
+        return Band(x, low, high)

@@ -10,12 +10,15 @@ from tailavg.cli.common import fail
 from tailavg.cli.lines import nearest, short
 from tailavg.numpy.arithmetic import Array
 
+TEXTS = (".csv", ".jsonl", ".json", ".txt", ".log")
+
 __all__ = ["has_events", "read_events"]
 
 
 def has_events(file: str) -> bool:
     """Whether a file is one of TensorBoard's, or a folder."""
-    return "tfevents" in Path(file).name or Path(file).is_dir()
+    path = Path(file)
+    return path.is_dir() or ("tfevents" in path.name and path.suffix not in TEXTS)
 
 
 def read_events(file: str, tags: list[str]) -> list[tuple[Array, Array]]:
@@ -33,7 +36,10 @@ def read_events(file: str, tags: list[str]) -> list[tuple[Array, Array]]:
     found = events.Tags()
     names = [*found["scalars"], *found["tensors"]]
     if not names:
-        fail(f"{file}: expected event files with scalars, got none")
+        fail(
+            f"{file}: expected event files with scalars, got none; of a folder of runs, name each "
+            "run, as in runs/*"
+        )
     curves = []
     for tag in tags:
         if tag in found["scalars"]:

@@ -105,7 +105,14 @@ class PlainInput:
 
     def parse(self, line: str) -> Row:
         """Parse a line; raise a ValueError that says what is wrong with it."""
-        return Row(line, [_number(line, "a number")], "", [line])
+        try:
+            return Row(line, [_number(line, "a number")], "", [line])
+        except ValueError as error:
+            if line.lstrip().startswith("{"):
+                raise ValueError(f"{error}, or --field NAME for JSON lines") from None
+            if "," in line:
+                raise ValueError(f"{error}, or --column NAME for CSV") from None
+            raise
 
     def csv_cells(self, row: Row) -> str:
         """The columns of the input, as CSV."""

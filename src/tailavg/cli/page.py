@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from html import escape
 from importlib.resources import files
 from typing import Any
 
-import numpy as np
-
-from tailavg.cli.charts import Chart, Panel, colour_of
+from tailavg.cli.charts import Chart, Panel, colour_of, number, with_error
 from tailavg.cli.curves import Line
 from tailavg.numpy.arithmetic import Array
 
@@ -29,7 +28,8 @@ def page(chart: Chart) -> str:
     }
     told = json.dumps(data).replace("<", "\\u003c")
     name = escape(chart.title or ", ".join(panel.name for panel in chart.panels))
-    return template.replace("{{title}}", name).replace("{{data}}", told)
+    filled = {"{{title}}": name, "{{data}}": told}
+    return re.sub(r"\{\{\w+\}\}", lambda found: filled[found[0]], template)
 
 
 def _lines(chart: Chart, panel: Panel) -> list[dict[str, Any]]:
@@ -41,8 +41,7 @@ def _lines(chart: Chart, panel: Panel) -> list[dict[str, Any]]:
             "raw": line.window < 0,
             "alpha": 1 if line.window >= 0 else 0.2 if several else 0.5,
             "dashes": line.window % 4 if several and line.window > 0 else 0,
-            "now": _number(line.now),
-            "error": _number(line.error),
+            "now": number(line.now) if line.window < 0 else with_error(line.now, line.error),
             **_points(line),
         }
         for line in chart.drawn(panel)
@@ -51,17 +50,11 @@ def _lines(chart: Chart, panel: Panel) -> list[dict[str, Any]]:
 
 def _points(line: Line) -> dict[str, Any]:
     xs, ys = line.points()
-    told: dict[str, Any] = {"xs": _packed(xs, "<f8"), "ys": _packed(ys, "<f4")}
+    told: dict[str, Any] = {"xs": _packed(xs), "ys": _packed(ys)}
     if line.band is not None:
-        x, low, high = line.band
-        told["band"] = [_packed(x, "<f8"), _packed(low, "<f4"), _packed(high, "<f4")]
+        told["band"] = [_packed(each) for each in line.band]
     return told
 
 
-def _number(value: float) -> float | None:
-    return value if np.isfinite(value) else None
-
-
-def _packed(values: Array, dtype: str) -> str:
-    with np.errstate(over="ignore"):
-        return base64.b64encode(values.astype(dtype).tobytes()).decode()
+def _packed(values: Array) -> str:
+    return base64.b64encode(values.astype("<f8").tobytes()).decode()

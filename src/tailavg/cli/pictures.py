@@ -5,11 +5,14 @@ from __future__ import annotations
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from warnings import catch_warnings, simplefilter
 
+import numpy as np
 import typer
 
 from tailavg.cli.charts import LISTED, Chart, Panel, colour_of
-from tailavg.cli.common import fail
+from tailavg.cli.common import fail, say
+from tailavg.cli.curves import Line
 from tailavg.core.files import check_writable, whole_file
 
 if TYPE_CHECKING:
@@ -54,21 +57,24 @@ def draw(chart: Chart, path: Path) -> None:
 
     from tailavg.experiments.figures import LOOK
 
-    # samples are everywhere: the legend has paper of its own; names may have a $
+    # samples are everywhere: the legend has paper of its own
     style = LOOK | {"legend.frameon": True, "legend.edgecolor": "none", "legend.framealpha": 0.85}
-    with rc_context(style | {"text.parse_math": False}):
+    with rc_context(style), catch_warnings(record=True) as warned:
+        simplefilter("always")
         figure = Figure(figsize=(9, 0.8 + 3.6 * len(chart.panels)), layout="constrained")
         every = figure.subplots(len(chart.panels), sharex=True, squeeze=False)[:, 0]
         for axes, panel in zip(every, chart.panels, strict=True):
             _draw_panel(chart, panel, axes)
-        every[0].set_title(chart.title)
-        every[-1].set_xlabel(chart.x_name)
+        every[0].set_title(chart.title, parse_math=False)  # names may have a $
+        every[-1].set_xlabel(chart.x_name, parse_math=False)
         save(figure, path, "--output")
+    if any("missing from font" in str(warning.message) for warning in warned):
+        say(f"{path}: the font lacks some characters of the names; a .html file shows them")
 
 
 def _draw_panel(chart: Chart, panel: Panel, axes: Axes) -> None:
     if chart.log_x:
-        axes.set_xscale("log")
+        axes.set_xscale("log", nonpositive="mask")
     if chart.log_y:
         axes.set_yscale("log", nonpositive="mask")
     listed = chart.listed(panel)
@@ -80,18 +86,31 @@ def _draw_panel(chart: Chart, panel: Panel, axes: Axes) -> None:
         if line.window < 0:
             several = len(chart.runs) > 1
             thin: dict[str, Any] = {"linewidth": 0.5, "alpha": 0.3 if several else 0.55}
-            axes.plot(*line.points(), color=colour, label=label, zorder=1, **thin)
+            _draw_line(axes, line, ".", 1, color=colour, label=label, zorder=1, **thin)
             continue
         dashes = DASHES[line.window % len(DASHES)] if len(chart.runs) > 1 else "-"
-        axes.plot(*line.points(), dashes, color=colour, label=label, zorder=3)
+        _draw_line(axes, line, "o", 3, color=colour, label=label, zorder=3, linestyle=dashes)
         if line.band is not None:
             axes.fill_between(*line.band, color=colour, alpha=0.2, linewidth=0, zorder=2)
     if not chart.log_x:
         axes.xaxis.set_major_formatter("{x:,.10g}")
-    axes.set_ylabel(panel.name)
+    axes.set_ylabel(panel.name, parse_math=False)
     if listed:
         left = len(listed) - LISTED
-        axes.legend(title=f"and {left} more" if left > 0 else None)
+        legend = axes.legend(title=f"and {left} more" if left > 0 else None)
+        for text in legend.get_texts():
+            text.set_parse_math(False)
+
+
+def _draw_line(axes: Axes, line: Line, mark: str, size: float, **style: Any) -> None:
+    """Draw a line, and a mark where a point has no neighbours to be connected with."""
+    xs, ys = line.points()
+    gap = np.concatenate([[True], ~np.isfinite(ys), [True]])
+    alone = np.isfinite(ys) & gap[:-2] & gap[2:]
+    axes.plot(xs, ys, **style)
+    if alone.any():
+        hidden = {"label": None, "linestyle": ""}
+        axes.plot(xs[alone], ys[alone], marker=mark, markersize=size, **style | hidden)
 
 
 def save(figure: Figure, path: Path, option: str) -> None:

@@ -32,6 +32,7 @@ DETAIL = {".html": 8192}  # bins of a curve that can be zoomed
 BINS = 2048
 REDRAWN = 0.25  # seconds between pictures
 RUNS = 200
+PANELS = 20
 WAITING = Act.insist if os.name == "posix" else Act.stop  # what a signal does to a read
 
 
@@ -125,12 +126,16 @@ def plot(
     if x is not None and x in (column or fields or []):
         raise typer.BadParameter(f"--x: expected another column than those to draw, got {x!r}")
     source_of(column, fields, by)
+    if len(column or fields or []) > PANELS:
+        raise typer.BadParameter(
+            f"expected at most {PANELS} columns to draw, got {len(column or fields or [])}"
+        )
     if output is not None:
         check(output, "--output")
     names = list(dict.fromkeys(column or fields or ["value"]))
     suffix = "" if output is None else output.suffix.lower()
     banded = band and method is Method.anytime
-    curves = Curves(names, x, after, rules, DETAIL.get(suffix, BINS), log_x, banded)
+    curves = Curves(names, x, rules, DETAIL.get(suffix, BINS), log_x, banded, after)
     inputs = files or ["-"]
     if (logged := any(map(has_events, inputs))) and (not column or by is not None or x is not None):
         raise typer.BadParameter(
@@ -167,13 +172,15 @@ def plot(
                 fail(f"{_name(file)}: {rows.error}; fix it, or skip such rows with --skip-bad")
             if signals.arrived() is not None:
                 break
-        if not curves.runs:
-            fail("expected at least one row to draw, got none")
-        if screen:
-            screen.finish()
-    if output is not None:
-        _write(curves.drawn_in(chart), output)
-    if (number := signals.arrived()) is not None:
+        number = signals.arrived()
+        if number is None or curves.runs:
+            signals.act(Act.stop if number is None else WAITING)
+            curves.drawn_in(chart).check()
+            if screen:
+                screen.finish()
+            elif output is not None:
+                _write(chart, output)
+    if number is not None:
         raise typer.Exit(128 + number)
 
 
@@ -210,7 +217,11 @@ def _labels(files: list[str]) -> list[str]:
     short = [Path(file).name if file != "-" else "standard input" for file in files]
     if len(files) == 1:
         return [""]
-    return short if len(set(short)) == len(files) else [_name(file) for file in files]
+    names = short if len(set(short)) == len(files) else [_name(file) for file in files]
+    return [
+        name if names.count(name) == 1 else f"{name} ({names[: i + 1].count(name)})"
+        for i, name in enumerate(names)
+    ]
 
 
 def _read(file: str, rows: Rows, pause: float | None) -> Iterator[tuple[Array, list[str]]]:
@@ -245,14 +256,14 @@ class Curves:
         self,
         names: list[str],
         x: str | None,
-        after: int,
         rules: list[WindowRule],
         most: int,
         log: bool,
         band: bool,
+        after: int,
     ) -> None:
-        self.names, self._x, self._after = names, x, after
-        self._made = (rules, most, log, band)
+        self.names, self._x = names, x
+        self._made = (rules, most, log, band, after)
         self.runs: dict[tuple[str, str], list[Track]] = {}
 
     def take_column(self, file: str, place: int, xs: Array, ys: Array) -> None:
@@ -294,12 +305,12 @@ class Curves:
 
     def drawn_in(self, chart: Chart) -> Chart:
         """The chart, with the curves as they are now."""
-        chart.runs = [printable(": ".join(filter(None, run))) for run in self.runs]
+        chart.runs = [printable(": ".join(filter(None, run))) or "(no name)" for run in self.runs]
         every = list(enumerate(self.runs.values()))
         chart.panels = [
             Panel(
-                name,
-                [line for run, tracks in every for line in tracks[place].lines(run, self._after)],
+                printable(name),
+                [line for run, tracks in every for line in tracks[place].lines(run)],
             )
             for place, name in enumerate(self.names)
         ]

@@ -7,7 +7,7 @@ import math
 import numpy as np
 from rich.text import Text
 
-from tailavg.cli.charts import LISTED, Chart, Panel, colour_of, labels, limits, number, ticks
+from tailavg.cli.charts import LISTED, Chart, Panel, colour_of, labels, limits, ticks, with_error
 from tailavg.numpy.arithmetic import Array
 
 __all__ = ["HEIGHT", "text"]
@@ -22,7 +22,8 @@ def text(chart: Chart, width: int, height: int, unicode: bool = True) -> Text:
     """The chart, as large as a terminal: `width` and `height` are those of all of it."""
     each = max(HEIGHT, height // max(1, len(chart.panels)))
     parts = [_panel(chart, panel, max(40, width), each, unicode) for panel in chart.panels]
-    return Text("\n").join([Text(chart.title, style="bold"), *parts] if chart.title else parts)
+    title = [Text().append(chart.title, style="bold")] if chart.title else []
+    return Text("\n").join([*title, *parts])
 
 
 def _panel(chart: Chart, panel: Panel, width: int, height: int, unicode: bool) -> Text:
@@ -48,7 +49,7 @@ def _panel(chart: Chart, panel: Panel, width: int, height: int, unicode: bool) -
         for tick, label in zip(y_ticks, y_labels, strict=True)
     }
     edge, corner, bar = ("│", "└", "─") if unicode else ("|", "+", "-")
-    out = Text(f"{panel.name}  ", style="bold").append_text(legend).append("\n")
+    out = Text().append(f"{panel.name}  ", style="bold").append_text(legend).append("\n")
     for row in range(rows):
         tick = places.get(row)
         out.append(f"{tick or '':>{margin}}", style="dim")
@@ -75,9 +76,7 @@ def _legend(chart: Chart, panel: Panel, width: int, unicode: bool) -> Text:
     for line in listed[:LISTED]:
         name = chart.name_of(line)
         if line.window >= 0:
-            name += f" {number(line.now)}"
-            if math.isfinite(line.error):
-                name += f" {'±' if unicode else '+-'} {line.error:.2g}"
+            name += f" {with_error(line.now, line.error, '±' if unicode else '+-')}"
         if used + len(name) + 5 > width:
             out.append("\n")
             used = 0
@@ -113,7 +112,7 @@ def _placed(values: Array, between: tuple[float, float], log: bool) -> Array:
             values = np.log(np.where(values > 0, values, np.nan))
         between = math.log(between[0]), math.log(between[1])
     placed: Array = (values - between[0]) / (between[1] - between[0])
-    return placed
+    return placed.clip(0.0, 1.0)
 
 
 def _row(value: float, between: tuple[float, float], log: bool, rows: int) -> int:

@@ -21,6 +21,9 @@ from tailavg.numpy.arithmetic import Array
 
 __all__ = ["TailAverage", "Windows"]
 
+SPREAD = 4
+"""The fewest blocks whose spread tells the error of an average."""
+
 NanPolicy = Literal["propagate", "raise", "omit"]
 Windows = Reading | list[Reading] | tuple[Reading, ...] | None
 
@@ -269,7 +272,8 @@ class TailAverage:
 
         Samples that are alike for a while, as those of a training are, make it larger, as they
         should; so does a trend within the window. The more blocks, the steadier: use twelve
-        accumulators. NaN while there are fewer than two blocks, as with an `Exponential`.
+        accumulators. NaN while fewer than four blocks have a weight, as with an `Exponential`, or
+        with three accumulators: the spread of so few says little.
 
         Examples:
             >>> from tailavg import AnytimeWindow
@@ -287,12 +291,14 @@ class TailAverage:
         means[-1:] += (rest - (t - folded) * means[-1:]) / sizes[-1]  # of the open block, whole
         used = weights > 0.0
         sizes, weights, means = sizes[used], weights[used], means[used]
-        if len(sizes) < 2:
-            return np.nan if self._shape is None else np.full(self._shape, np.nan)
-        apart = means - np.tensordot(sizes / sizes.sum(), means, 1)
-        variance = np.tensordot(sizes, apart**2, 1) / (len(sizes) - 1)  # of a sample
-        error = np.sqrt(variance * np.sum(weights**2 / sizes))
-        return error.item() if self._shape is None else error
+        if len(sizes) < SPREAD:
+            return np.nan if self._shape is None else np.full(self._shape, np.nan, self._dtype)
+        apart = np.abs(means - np.tensordot(sizes / sizes.sum(), means, 1))
+        scale = np.max(apart, axis=0)  # of the largest floats, squares would be infinite
+        parts = apart / np.where(scale > 0, scale, 1.0)
+        variance = np.tensordot(sizes, parts**2, 1) / (len(sizes) - 1)  # of a sample
+        error = scale * np.sqrt(variance * np.sum(weights**2 / sizes))
+        return error.item() if self._shape is None else error.astype(self._dtype)
 
     def state_dict(self) -> dict[str, Any]:
         """All there is to know, as plain data in the layout of `tailavg.core.state`.
