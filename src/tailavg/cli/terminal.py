@@ -112,7 +112,7 @@ def _placed(values: Array, between: tuple[float, float], log: bool) -> Array:
             values = np.log(np.where(values > 0, values, np.nan))
         between = math.log(between[0]), math.log(between[1])
     placed: Array = (values - between[0]) / (between[1] - between[0])
-    return placed.clip(0.0, 1.0)
+    return placed.clip(0.0, 1.0).round(9)  # numbers that differ by rounding get the same dot
 
 
 def _row(value: float, between: tuple[float, float], log: bool, rows: int) -> int:
