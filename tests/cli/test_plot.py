@@ -410,15 +410,13 @@ def test_points_without_neighbours_are_marked(tmp_path):
 
 
 def test_many_files_are_not_all_open(tmp_path):
-    resource = pytest.importorskip("resource")
+    if os.name != "posix":
+        pytest.skip("needs a limit of open files")
     for i in range(80):
         (tmp_path / f"{i}.txt").write_text("1\n2\n")
-    process = subprocess.run(
-        [*TAILAVG, *(f"{i}.txt" for i in range(80)), "-o", "x.html"],
-        cwd=tmp_path,
-        capture_output=True,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)),
-    )
+    command = ["sh", "-c", 'ulimit -n 64 && exec "$@"', "sh", *TAILAVG]
+    command += [*(f"{i}.txt" for i in range(80)), "-o", "x.html"]
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True)
     assert process.returncode == 0, process.stderr
     assert "<h1>80 files</h1>" in (tmp_path / "x.html").read_text(encoding="utf-8")
 
