@@ -378,8 +378,9 @@ def test_odd_names(tmp_path):
 def test_extreme_numbers(tmp_path, numbers, log):
     given = "\n".join(numbers) + "\n"
     drawn("-w", "1", *log, folder=tmp_path, given=given)
-    drawn("-w", "1", *log, "-o", "x.png", folder=tmp_path, given=given)
-    page(tmp_path, "-w", "1", *log, given=given)
+    if len(numbers) == 2:
+        drawn("-w", "1", *log, "-o", "x.png", folder=tmp_path, given=given)
+        page(tmp_path, "-w", "1", *log, given=given)
 
 
 def test_ticks_of_logarithmic_axes(runs, tmp_path):
