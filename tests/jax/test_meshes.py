@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from cases import samples
@@ -41,36 +40,39 @@ def stepped(update, state, mesh, start, end):
 
 @rules_and_tails
 @both_ways
-@pytest.mark.parametrize("after", [(2, 4), (8, 1), (1, 1)], ids=str)
-def test_a_state_saved_on_one_mesh_is_restored_on_another_to_the_bit(rule, bundle, after, tmp_path):
+def test_a_state_saved_on_one_mesh_is_restored_on_others_to_the_bit(rule, bundle, tmp_path):
     assert jax.device_count() == 8
     average, window = tail_average(rule, bundle=bundle), window_for(rule)
     update = jax.jit(average.update, donate_argnums=0)
-    before, other = mesh_of(4, 2), mesh_of(*after)
+    before = mesh_of(4, 2)
     state = average.init(placed(row(TREES, 0), before))
     state = stepped(update, state, before, 0, 60)
-    # the template is a state made on the other mesh: its shardings, not its values, are used
-    template = stepped(update, average.init(placed(row(TREES, 0), other)), other, 0, 1)
+    saved = jax.device_get(state)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", state)
         checkpointer.wait_until_finished()
-        restored = checkpointer.restore(
-            tmp_path / "state", jax.tree.map(ocp.utils.to_shape_dtype_struct, template)
-        )
-    assert_same(jax.device_get(restored), jax.device_get(state))
-    for name in SPECS:
-        wanted = NamedSharding(other, SPECS[name])
-        assert restored.sums[name].sharding.is_equivalent_to(wanted, len(SHAPES[name]))
-        if not bundle:
-            stacked = NamedSharding(other, PartitionSpec(None, *SPECS[name]))
-            assert restored.means[name].sharding.is_equivalent_to(stacked, 1 + len(SHAPES[name]))
-    state = stepped(update, state, before, 60, 90)
-    restored = stepped(update, restored, other, 60, 90)
-    assert update._cache_size() <= 2 * 2  # a program for each mesh, not for each step
-    assert_goes_on_alike(jax.device_get(restored), jax.device_get(state))
-    values = [jax.device_get(value(s, window=window)) for s in (restored, state)]
-    for name in SPECS:
-        np.testing.assert_allclose(values[0][name], values[1][name], rtol=3e-7)
+    state = jax.device_get(stepped(update, state, before, 60, 90))
+    for other in (mesh_of(2, 4), mesh_of(8, 1), mesh_of(1, 1)):
+        # the template is a state made on the other mesh: its shardings, not its values, are used
+        template = stepped(update, average.init(placed(row(TREES, 0), other)), other, 0, 1)
+        with ocp.StandardCheckpointer() as checkpointer:
+            restored = checkpointer.restore(
+                tmp_path / "state", jax.tree.map(ocp.utils.to_shape_dtype_struct, template)
+            )
+        assert_same(jax.device_get(restored), saved)
+        for name in SPECS:
+            wanted = NamedSharding(other, SPECS[name])
+            assert restored.sums[name].sharding.is_equivalent_to(wanted, len(SHAPES[name]))
+            if not bundle:
+                stacked = NamedSharding(other, PartitionSpec(None, *SPECS[name]))
+                means = restored.means[name].sharding
+                assert means.is_equivalent_to(stacked, 1 + len(SHAPES[name]))
+        restored = stepped(update, restored, other, 60, 90)
+        assert_goes_on_alike(jax.device_get(restored), state)
+        values = [jax.device_get(value(s, window=window)) for s in (restored, state)]
+        for name in SPECS:
+            np.testing.assert_allclose(values[0][name], values[1][name], rtol=3e-7)
+    assert update._cache_size() <= 2 * 4  # a program for each mesh, not for each step
 
 
 def assert_goes_on_alike(got, expected):
