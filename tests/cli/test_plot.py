@@ -521,6 +521,36 @@ def test_interrupted_it_draws_what_has_arrived(tmp_path):
     assert "the last 10 %" in (tmp_path / "x.html").read_text(encoding="utf-8")
 
 
+def test_a_signal_ends_the_drawing(tmp_path):
+    """At once, and not when a large picture is done."""
+    slow = """
+import sys, time
+import tailavg.cli
+from tailavg.core import signals
+
+def draw(*_):
+    print("drawing", flush=True)
+    time.sleep(60)
+
+sys.modules["tailavg.cli.plot"].draw = draw
+signals.begin()
+sys.exit(tailavg.cli.run())
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", slow, "plot", "-o", "x.svg"],
+        cwd=tmp_path,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    process.stdin.write(b"1\n2\n")
+    process.stdin.close()
+    assert process.stdout.readline() == b"drawing\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 143
+    process.stdout.close()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_without_matplotlib(runs, tmp_path):
     """The terminal and pages need nothing more; a picture says what to install."""
     folder, _ = runs

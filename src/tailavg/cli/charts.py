@@ -134,16 +134,13 @@ def ticks(least: float, greatest: float, most: int, log: bool) -> list[float]:
     """
     if log:
         low, high = math.floor(math.log10(least)), math.ceil(math.log10(greatest))
-        for stride in range(1, high - low + 2):
-            for steps in ((1, 2, 5), (1,)) if stride == 1 else ((1,),):
-                powers = range(stride * math.ceil(low / stride), high + 1, stride)
-                found = [float(f"{step}e{power}") for power in powers for step in steps]
-                found = [each for each in found if least <= each <= greatest]
-                if len(found) <= most:
-                    break
-            else:
-                continue
-            break
+        decades = [((1,), stride) for stride in range(1, high - low + 2)]
+        for steps, stride in [((1, 2, 5), 1), *decades]:  # ever fewer
+            powers = range(stride * math.ceil(low / stride), high + 1, stride)
+            found = [float(f"{step}e{power}") for power in powers for step in steps]
+            found = [each for each in found if least <= each <= greatest]
+            if len(found) <= most:
+                break
         if len(found) > 1:
             return found
     rough = (greatest - least) / max(1, most)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -151,23 +152,20 @@ class Track:
     ) -> None:
         self.averages = [TailAverage(rule) for rule in rules]
         self.count = 0
-        self._after = after  # so many rows, it is drawn
-        self._grid, self._banded = Grid(most, log), Grid(BANDED, log)
+        self._after = after  # only later rows are drawn
+        self._grid = Grid(most, log)
         self._bins: Bins | None = None
-        self._band: list[tuple[int, float, list[float], list[float]]] | None = [] if band else None
+        self._banded = Grid(BANDED, log) if band else None
+        self._noted: list[
+            tuple[int, float, list[float], list[float]]
+        ] = []  # row, x, values, errors
         self._last = math.nan
 
     def take(self, xs: Array, ys: Array) -> None:
         """Take samples, and where they are on the horizontal axis."""
         if not len(ys):
             return
-        curves = np.empty((1 + len(self.averages), len(ys)))
-        curves[0] = ys
-        for average, curve in zip(self.averages, curves[1:], strict=True):
-            if self._band is None:
-                curve[:] = average.scan(ys)
-        if self._band is not None:
-            self._scan(xs, ys, curves[1:])
+        curves = np.vstack([ys, self._scan(xs, ys)])
         before, self.count = self.count, self.count + len(ys)
         self._last = float(ys[-1])
         if before < self._after:
@@ -177,38 +175,36 @@ class Track:
                 return
         bins = Bins.of(xs, curves, before, self._grid.ends(before, self.count))
         if self._bins is not None:
-            bins = self._bins.followed(bins)
-        cuts = set(self._grid.ends(before - 1, before).tolist())
-        if self._bins is not None and before not in cuts:  # the last bin goes on
-            starts = np.arange(len(bins.end))
-            bins = bins.joined(np.delete(starts, len(self._bins.end)))
+            held, bins = len(self._bins.end), self._bins.followed(bins)
+            if not len(self._grid.ends(before - 1, before)):  # the last bin goes on
+                bins = bins.joined(np.delete(np.arange(len(bins.end)), held))
         while self._grid.full(len(bins.end)):
             self._grid.widen()
             starts = np.flatnonzero(np.append(True, bins.end[:-1] % self._grid.width == 0))
             bins = bins.joined(starts)
         self._bins = bins
 
-    def _scan(self, xs: Array, ys: Array, curves: Array) -> None:
-        """Average the samples, with stops to compute standard errors."""
-        assert self._band is not None
-        while self._banded.full((self.count + len(ys)) // self._banded.width):
-            self._banded.widen()
-            self._band = [noted for noted in self._band if noted[0] % self._banded.width == 0]
-        stops = self._banded.ends(self.count, self.count + len(ys)) - self.count
-        start = 0
-        while start < len(ys):
-            stop = int(stops[0]) if len(stops) else len(ys)
-            for average, curve in zip(self.averages, curves, strict=True):
-                curve[start:stop] = average.scan(ys[start:stop])
-            if len(stops) and self.count + stop > self._after:
-                self._note(self.count + stop, float(xs[stop - 1]), curves[:, stop - 1].tolist())
-            stops = stops[1:]
-            start = stop
+    def _scan(self, xs: Array, ys: Array) -> Array:
+        """The averages after each sample; at some of them, standard errors are noted."""
+        averages = np.empty((len(self.averages), len(ys)))
+        stops = self._stops(len(ys))
+        for start, stop in pairwise(sorted({0, *stops, len(ys)})):
+            for average, found in zip(self.averages, averages, strict=True):
+                found[start:stop] = average.scan(ys[start:stop])
+            if stop in stops and self.count + stop > self._after:
+                values = averages[:, stop - 1].tolist()
+                errors = [average.standard_error() for average in self.averages]
+                self._noted.append((self.count + stop, float(xs[stop - 1]), values, errors))
+        return averages
 
-    def _note(self, row: int, x: float, values: list[float]) -> None:
-        """Note the standard errors now."""
-        assert self._band is not None
-        self._band.append((row, x, values, [each.standard_error() for each in self.averages]))
+    def _stops(self, samples: int) -> set[int]:
+        """After which of the next samples to note standard errors."""
+        if self._banded is None:
+            return set()
+        while self._banded.full((self.count + samples) // self._banded.width):
+            self._banded.widen()
+            self._noted = [noted for noted in self._noted if noted[0] % self._banded.width == 0]
+        return set((self._banded.ends(self.count, self.count + samples) - self.count).tolist())
 
     def lines(self, run: int) -> list[Line]:
         """The curve of the samples, and those of the averages."""
@@ -221,17 +217,18 @@ class Track:
             now, error, band = self._last, math.nan, None
             if i:
                 now = self.averages[i - 1].value()
-                if self._band is not None:
+                if self._banded is not None:
                     error = self.averages[i - 1].standard_error()
                     band = self._bands(i - 1, now, error)
             found.append(Line(run, i - 1, bins, band, now, error))
         return found
 
     def _bands(self, i: int, now: float, error: float) -> Band | None:
-        assert self._band is not None
+        """The band of an average, up to the last row; None if it is known nowhere."""
         assert self._bins is not None
-        before = [noted for noted in self._band if noted[0] < self.count]
-        noted = [(x, values[i], errors[i]) for _, x, values, errors in before]
+        noted = [
+            (x, values[i], errors[i]) for row, x, values, errors in self._noted if row < self.count
+        ]
         x, value, spread = np.array([*noted, (self._bins.last[-1], now, error)]).T
         if np.isfinite(spread).sum() < 2:
             return None

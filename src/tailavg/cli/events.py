@@ -10,13 +10,14 @@ from tailavg.cli.common import fail
 from tailavg.cli.lines import nearest, short
 from tailavg.numpy.arithmetic import Array
 
-TEXTS = (".csv", ".jsonl", ".json", ".txt", ".log")
-
 __all__ = ["has_events", "read_events"]
+
+TEXTS = (".csv", ".jsonl", ".json", ".txt", ".log")
+"""Endings of what cannot be an event file, whatever its name."""
 
 
 def has_events(file: str) -> bool:
-    """Whether a file is one of TensorBoard's, or a folder."""
+    """Whether this is a folder, or a file with the name of an event file."""
     path = Path(file)
     return path.is_dir() or ("tfevents" in path.name and path.suffix not in TEXTS)
 

@@ -20,7 +20,6 @@ def page(chart: Chart) -> str:
     """The text of the page."""
     template = (files("tailavg.cli") / "page.html").read_text(encoding="utf-8")
     data = {
-        "title": chart.title,
         "x": chart.x_name,
         "logX": chart.log_x,
         "logY": chart.log_y,

@@ -31,20 +31,21 @@ def check(path: Path, option: str) -> None:
             from matplotlib.figure import Figure
         except ImportError:
             fail(f"{option} needs matplotlib; install it with: pip install 'tailavg[plot]'")
-        _check_kind(Figure(), path, option)
+        _check_kind(Figure(), path, option, "html")
     try:
         check_writable(path)
     except OSError as error:
         fail(f"{path}: cannot write the plot: {error.strerror}")
 
 
-def _check_kind(figure: Figure, path: Path, option: str) -> str:
+def _check_kind(figure: Figure, path: Path, option: str, *others: str) -> str:
+    """The kind of a picture, by its name; fail if it is none that matplotlib draws."""
     kind = path.suffix.removeprefix(".").lower()
     kinds = figure.canvas.get_supported_filetypes()
     if kind not in kinds:
+        known = ", ".join(sorted([*kinds, *others]))
         raise typer.BadParameter(
-            f"expected a file name that ends in one of {', '.join(sorted([*kinds, 'html']))}, "
-            f"got {path.name!r}",
+            f"expected a file name that ends in one of {known}, got {path.name!r}",
             param_hint=option,
         )
     return kind

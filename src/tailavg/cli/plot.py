@@ -125,7 +125,7 @@ def plot(
         raise typer.BadParameter("--x needs --column or --field")
     if x is not None and x in (column or fields or []):
         raise typer.BadParameter(f"--x: expected another column than those to draw, got {x!r}")
-    source_of(column, fields, by)
+    source_of(column, fields, by)  # fails if these do not go together
     if len(column or fields or []) > PANELS:
         raise typer.BadParameter(
             f"expected at most {PANELS} columns to draw, got {len(column or fields or [])}"
@@ -155,8 +155,7 @@ def plot(
     with screen.live() if screen and live else nullcontext():
         for file, label in zip(inputs, _labels(inputs), strict=True):
             if has_events(file):
-                for place, curve in enumerate(read_events(file, names)):
-                    curves.take_column(label, place, *curve)
+                curves.take_events(label, file)
                 continue
             columns = [*([] if x is None else [x]), *names]
             source = source_of(columns if column else None, columns if fields else None, by)
@@ -266,9 +265,11 @@ class Curves:
         self._made = (rules, most, log, band, after)
         self.runs: dict[tuple[str, str], list[Track]] = {}
 
-    def take_column(self, file: str, place: int, xs: Array, ys: Array) -> None:
-        """Take a curve of a file, with its own horizontal axis."""
-        self._tracks(file, "")[place].take(xs, ys)
+    def take_events(self, label: str, file: str) -> None:
+        """Take all of an event file; each of its columns has steps of its own."""
+        curves = read_events(file, self.names)
+        for track, (steps, values) in zip(self._tracks(label, ""), curves, strict=True):
+            track.take(steps, values)
 
     def take(self, file: str, numbers: Array, keys: list[str]) -> None:
         """Take rows of a file; with keys, each for its own run."""
