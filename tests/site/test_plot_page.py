@@ -66,8 +66,8 @@ def test_zooms_by_keys_and_by_dragging(page):
     assert view(page) == pytest.approx([first + 0.2 * (last - first), last + 0.2 * (last - first)])
     canvas.send_keys("0")
     assert view(page) == [1, 3000]
-    width = canvas.size["width"] - 66 - 30
-    middle = 66 + width / 2 - canvas.size["width"] / 2
+    width = canvas.size["width"] - 90 - 30
+    middle = 90 + width / 2 - canvas.size["width"] / 2
     drag = ActionChains(page.browser).move_to_element_with_offset(canvas, middle - width / 4, 0)
     drag.click_and_hold().move_by_offset(width // 2, 0).release().perform()
     assert view(page) == pytest.approx([750, 2250], abs=10)
