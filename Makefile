@@ -4,13 +4,22 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 STAMPS := .venv/stamps
 
-.PHONY: demo test lint docs wheel release figures bench clean
+.PHONY: demo test test-core test-all lint docs wheel release figures bench clean
 
 demo: $(STAMPS)/cli,plot  ## the paper's experiments: figures, claims and a report
 	$(BIN)/tailavg reproduce --output build/reproduction
 
+PYTEST := $(BIN)/python -m pytest
+ON_ALL_CORES := --numprocesses auto --maxprocesses 4 --dist loadgroup --no-loadscope-reorder --durations-csv build/durations.csv
+
 test: $(STAMPS)/test
-	$(BIN)/python -m pytest --numprocesses auto --dist loadgroup
+	$(PYTEST) $(ON_ALL_CORES)
+
+test-core: $(STAMPS)/test-core  ## with NumPy, pytest and hypothesis only
+	$(PYTEST) tests/core tests/numpy src/tailavg/core src/tailavg/numpy
+
+test-all: $(STAMPS)/test  ## and what takes too long for every day: every opcode, hundreds of kills
+	TAILAVG_TEST_ALL=1 $(PYTEST) $(ON_ALL_CORES)
 
 lint: $(STAMPS)/lint
 	$(BIN)/ruff format --check .

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from paths import EXAMPLES
+from tests.support.paths import EXAMPLES
 
 
 @pytest.mark.parametrize(

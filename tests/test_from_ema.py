@@ -16,9 +16,9 @@ from flax import nnx
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
 
-from pages import blocks, run
-from paths import DOCS, EXAMPLES
 from tailavg import Exponential, Growing, TailAverage
+from tests.support.paths import DOCS, EXAMPLES
+from tests.support.programs import blocks, run
 
 PROGRAMS = {}  # by section: before and after
 for found in blocks("from-ema.md"):

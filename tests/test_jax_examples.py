@@ -12,9 +12,9 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
-import model
-from paths import EXAMPLES
 from tailavg import AnytimeWindow
+from tests.support import model
+from tests.support.paths import EXAMPLES
 
 RECIPES = ("jax_plain", "jax_nnx", "jax_equinox")
 SAME = "The run resumed from step {} is bit-identical to the unbroken one."

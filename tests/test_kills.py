@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parent / "support" / "kills.py"
+from tests.support.paths import ROOT
+from tests.support.processes import python
 
 
 @pytest.mark.parametrize(
@@ -26,6 +25,4 @@ SCRIPT = Path(__file__).parent / "support" / "kills.py"
     ],
 )
 def test_a_killed_write_leaves_the_old_file_or_the_new_one(write: str, tmp_path: Path) -> None:
-    command = [sys.executable, SCRIPT, write, tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+    python("-m", "tests.support.kills", write, tmp_path, cwd=ROOT)

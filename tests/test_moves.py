@@ -15,12 +15,12 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from torch import nn
 
-from cases import CAPPED, of_rules, samples, turns_of
-from schedule import advance
 from tailavg import AnyTail, AnytimeWindow, Exponential, Growing, RawTail, TailAverage
 from tailavg.core.state import state as layout
 from tailavg.jax import tail_average
 from tailavg.torch import ParameterAverage
+from tests.support.cases import CAPPED, of_rules, samples, turns_of
+from tests.support.schedule import advance
 
 RULES = [
     AnytimeWindow(10),

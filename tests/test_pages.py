@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from pages import blocks, run
-from paths import DOCS
 from tailavg.optax import averaged_params
+from tests.support.paths import DOCS
+from tests.support.programs import blocks, run
 
 TABS = {
     re.search(r'=== "(.*)"', block.before)[1]: block

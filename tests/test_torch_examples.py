@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from paths import EXAMPLES
+from tests.support.paths import EXAMPLES
 
 TAILS = ("last 10 %", "last 25 %", "last 50 %", "last 500 steps")
 

@@ -6,8 +6,8 @@ import subprocess
 
 import pytest
 
-from commands import COMMANDS, PROFILE, TAILAVG, run_folder
-from streams import done, failed, lines, run
+from tests.support.commands import COMMANDS, PROFILE, TAILAVG, run_folder
+from tests.support.streams import done, failed, lines, run
 
 __all__ = ["run_folder"]
 

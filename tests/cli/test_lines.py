@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from streams import RANDOM, lines
 from tailavg.cli.lines import column, format_numbers, parse_numbers
+from tests.support.streams import RANDOM, lines
 
 pytestmark = pytest.mark.usefixtures("numba")
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streams import lines
 from tailavg.cli import loops
 from tailavg.cli.lines import format_numbers, parse_column, parse_numbers
+from tests.support.streams import lines
 
 
 @pytest.fixture(params=["plain", "compiled"], scope="module")

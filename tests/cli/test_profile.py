@@ -10,9 +10,9 @@ import sys
 import numpy as np
 import pytest
 
-from paths import DOCS
 from tailavg import AnytimeWindow, ExactWindow, Exponential, Growing, RawTail, TailAverage
 from tailavg.cli.profile import _profile
+from tests.support.paths import DOCS
 
 CHOOSING = DOCS / "choosing.md"
 

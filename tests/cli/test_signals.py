@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from commands import COMMANDS, TAILAVG, run_folder
 from tailavg.cli import _outcome
 from tailavg.core import signals
+from tests.support.commands import COMMANDS, TAILAVG, run_folder
 
 __all__ = ["run_folder"]
 

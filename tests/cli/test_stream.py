@@ -5,8 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from streams import COMMAND, NUMBERS, any_tail, close, done, expected, failed, lines, run
 from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, Growing
+from tests.support.streams import (
+    COMMAND,
+    NUMBERS,
+    any_tail,
+    close,
+    done,
+    expected,
+    failed,
+    lines,
+    run,
+)
 
 # Numbers
 

@@ -6,12 +6,12 @@ import random
 import numpy as np
 import pytest
 
-from streams import lines
 from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, Growing, TailAverage
 from tailavg.cli.averages import FEW, Averages
 from tailavg.cli.lines import CsvInput, JsonInput, PlainInput
 from tailavg.cli.stream import Output, Session
 from tailavg.numpy import packed
+from tests.support.streams import lines
 
 SHARED = AnyTail(12, 0.1)
 READS = {

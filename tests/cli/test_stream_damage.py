@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import typer
 
-from streams import done, failed, lines
 from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, Growing, TailAverage
 from tailavg.cli.lines import CsvInput, PlainInput
 from tailavg.cli.stream import Output, Session
+from tests.support.streams import done, failed, lines
 
 SHARED = AnyTail(12, 0.1)
 READS = [

@@ -6,11 +6,11 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from streams import lines, same_digits
 from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, Growing, TailAverage
 from tailavg.cli.averages import FEW
 from tailavg.cli.lines import CsvInput
 from tailavg.cli.stream import Output, Session
+from tests.support.streams import lines, same_digits
 
 SHARED = AnyTail(12, 0.1)
 READS = {

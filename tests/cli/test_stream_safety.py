@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from streams import COMMAND, ENVIRONMENT, LONG, Live, done, failed, lines, same_digits
+from tests.support.streams import COMMAND, ENVIRONMENT, LONG, Live, done, failed, lines, same_digits
 
 
 def files(folder):

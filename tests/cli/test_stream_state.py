@@ -7,7 +7,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from streams import (
+from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, Growing, TailAverage
+from tailavg.cli.averages import Averages
+from tailavg.cli.lines import CsvInput, PlainInput
+from tailavg.cli.stream import Output, Session
+from tests.support.streams import (
     CSV,
     JSON,
     LONG,
@@ -20,10 +24,6 @@ from streams import (
     lines,
     same_digits,
 )
-from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, Growing, TailAverage
-from tailavg.cli.averages import Averages
-from tailavg.cli.lines import CsvInput, PlainInput
-from tailavg.cli.stream import Output, Session
 
 
 def test_a_line_is_answered_at_once():

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from streams import CSV, JSON, NUMBERS, ROWS, any_tail, close, done, expected
 from tailavg import AnyTail, AnytimeWindow
+from tests.support.streams import CSV, JSON, NUMBERS, ROWS, any_tail, close, done, expected
 
 
 def by_run():

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anytails import TAILS, Tails, every_tail
-from cases import short
-from schedule import advance, closes, turn
 from tailavg import AnyTail, Growing, TailAverage
 from tailavg.core.profile import dense_weights, profile
 from tailavg.core.rules import size_of
+from tests.support.any_tails import TAILS, Tails, every_tail
+from tests.support.cases import short
+from tests.support.schedule import advance, closes, turn
 
 # The blocks
 

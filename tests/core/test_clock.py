@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cases import anytime_windows, of_rules
-from model import weight_matrix
-from schedule import advance
 from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, Growing, RawTail, TailAverage
 from tailavg.core.clock import FOLD, SMALLEST, SUM, BlockClock, Store, clock_for, factors, starts_at
 from tailavg.core.equation import read
 from tailavg.core.windows import NEVER
+from tests.support.cases import anytime_windows, of_rules
+from tests.support.model import weight_matrix
+from tests.support.schedule import advance
 
 RULES = [
     AnytimeWindow(10),

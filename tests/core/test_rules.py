@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases import CAPPED, RULES, anytime_windows, rules, short, windows
-from model import TIE, Blocks, Window, alphas, ceiling, weight_matrix
-from schedule import advance, closes, turn
 from tailavg import AnytimeWindow, ExactWindow, Exponential, Fixed, Growing, RawTail, TailAverage
 from tailavg.core.equation import join, read
+from tests.support.cases import CAPPED, RULES, anytime_windows, rules, short, windows
+from tests.support.model import TIE, Blocks, Window, alphas, ceiling, weight_matrix
+from tests.support.schedule import advance, closes, turn
 
 STEPS = 100_000
 FIXED = [Fixed(k) for k in (1, 10, 64, 100, 997, 12_345, 200_000)]

@@ -9,7 +9,6 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from model import TIE, Window, reaches
 from tailavg import (
     AnytimeWindow,
     ExactWindow,
@@ -20,6 +19,7 @@ from tailavg import (
     TailAverage,
 )
 from tailavg.core.windows import NEVER
+from tests.support.model import TIE, Window, reaches
 
 TAKERS = {
     "AnytimeWindow": AnytimeWindow,

@@ -14,8 +14,6 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from model import averages, weight_matrix
-from paths import DOCS
 from tailavg import Exponential, TailAverage
 from tailavg.cli import app
 from tailavg.experiments import figures
@@ -52,6 +50,8 @@ from tailavg.experiments.regression import (
     turns,
 )
 from tailavg.experiments.run import Plan, run
+from tests.support.model import averages, weight_matrix
+from tests.support.paths import DOCS
 
 REPRODUCTION = DOCS / "reproduction"
 SMALL = Problem(runs=3, batches=60, dimension=4, batch_size=5, seed=3)

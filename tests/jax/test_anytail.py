@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from jax import lax
 
-from anytails import TAILS, Tails, every_tail
-from cases import assert_close, samples, short
-from jax_trees import assert_same, both_ways
 from tailavg import AnyTail, Decay, Fixed, Growing, TailAverage
 from tailavg.core.clock import BlockClock, starts_at
 from tailavg.jax import evaluate_tails, tail_average, value
 from tailavg.jax.clock import traced
+from tests.support.any_tails import TAILS, Tails, every_tail
+from tests.support.cases import assert_close, samples, short
+from tests.support.jax_trees import assert_same, both_ways
 
 STEPS = 600
 

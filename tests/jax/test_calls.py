@@ -8,11 +8,19 @@ import numpy as np
 import pytest
 from jax import lax
 
-from cases import CAPPED, assert_close, samples, short
-from jax_trees import assert_same, both_ways, few_rules, row, run, two_rules, window_for
-from model import averages, weight_matrix
 from tailavg import AnyTail, AnytimeWindow, Exponential, Fixed, Growing
 from tailavg.jax import tail_average, value
+from tests.support.cases import CAPPED, assert_close, samples, short
+from tests.support.jax_trees import (
+    assert_same,
+    both_ways,
+    few_rules,
+    row,
+    run,
+    two_rules,
+    window_for,
+)
+from tests.support.model import averages, weight_matrix
 
 
 def buffers(tree):

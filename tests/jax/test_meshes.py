@@ -6,9 +6,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from cases import samples
-from jax_trees import assert_same, both_ways, row, rules_and_tails, window_for
 from tailavg.jax import tail_average, value
+from tests.support.cases import samples
+from tests.support.jax_trees import assert_same, both_ways, row, rules_and_tails, window_for
 
 SPECS = {
     "first": PartitionSpec("data", None),

@@ -13,9 +13,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from jax import lax
 
-from cases import anytime_windows, of_rules, turns_of, windows
-from jax_trees import both_ways
-from schedule import advance
 from tailavg import AnytimeWindow, Exponential, Fixed, Growing, TailAverage
 from tailavg.core.clock import starts_at
 from tailavg.core.profile import dense_weights
@@ -23,6 +20,9 @@ from tailavg.core.state import state as layout
 from tailavg.core.windows import INTEGERS, NEVER
 from tailavg.jax import tail_average
 from tailavg.jax.clock import traced
+from tests.support.cases import anytime_windows, of_rules, turns_of, windows
+from tests.support.jax_trees import both_ways
+from tests.support.schedule import advance
 
 CAPPED = Growing(0.25, at_most=250_000)
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from cases import assert_close, samples
-from jax_trees import assert_same, row, rules_and_tails, saved_by_orbax, window_for
 from tailavg import AnyTail, TailAverage
 from tailavg.jax import evaluate_tails, tail_average, value
+from tests.support.cases import assert_close, samples
+from tests.support.jax_trees import assert_same, row, rules_and_tails, saved_by_orbax, window_for
 
 STEPS = 300
 

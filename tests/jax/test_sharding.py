@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from cases import assert_close, samples
-from jax_trees import (
+from tailavg.jax import tail_average, value
+from tests.support.cases import assert_close, samples
+from tests.support.jax_trees import (
     assert_same,
     row,
     rules_and_tails,
@@ -18,8 +19,7 @@ from jax_trees import (
     two_rules,
     window_for,
 )
-from model import averages, weight_matrix
-from tailavg.jax import tail_average, value
+from tests.support.model import averages, weight_matrix
 
 
 def updated(average, trees, state):

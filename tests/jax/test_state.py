@@ -5,8 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases import samples, short
-from jax_trees import (
+from tailavg import AnyTail, AnytimeWindow, Exponential
+from tailavg.jax import TreeState, tail_average, value
+from tests.support.cases import samples, short
+from tests.support.corrupt_states import mutants, within
+from tests.support.jax_trees import (
     Pair,
     assert_same,
     both_ways,
@@ -15,9 +18,6 @@ from jax_trees import (
     saved_by_orbax,
     window_for,
 )
-from mutants import mutants, within
-from tailavg import AnyTail, AnytimeWindow, Exponential
-from tailavg.jax import TreeState, tail_average, value
 
 
 @pytest.mark.parametrize("other", [AnytimeWindow(10, 4), Exponential(10)], ids=short)

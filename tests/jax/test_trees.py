@@ -7,9 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases import assert_close
-from jax_trees import Pair, assert_same, both_ways, two_rules
-from model import weight_matrix
 from tailavg import AnyTail, ExactWindow, Exponential, RawTail
 from tailavg.jax import (
     TracedBlocks,
@@ -19,6 +16,9 @@ from tailavg.jax import (
     tail_average,
     value,
 )
+from tests.support.cases import assert_close
+from tests.support.jax_trees import Pair, assert_same, both_ways, two_rules
+from tests.support.model import weight_matrix
 
 # Trees
 

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-import cases
-from cases import CAPPED, anytime_windows, assert_close, samples, short, windows
-from jax_trees import assert_same, both_ways, few_rules, run
-from model import Blocks, averages, weight_matrix
-from schedule import advance
 from tailavg import AnytimeWindow, Exponential, Growing, Profile, TailAverage
 from tailavg.jax import tail_average, value
 from tailavg.jax.clock import traced
+from tests.support import cases
+from tests.support.cases import CAPPED, anytime_windows, assert_close, samples, short, windows
+from tests.support.jax_trees import assert_same, both_ways, few_rules, run
+from tests.support.model import Blocks, averages, weight_matrix
+from tests.support.schedule import advance
 
 STEPS = 600
 RULES = [rule for rule in cases.RULES if isinstance(rule, AnytimeWindow | Exponential)]

@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from keras_fits import (
+from tailavg import AnytimeWindow
+from tailavg.keras import TailAverage
+from tailavg.torch import ParameterAverage
+from tests.support.keras_training import (
     BATCHES,
     EPOCHS,
     At,
@@ -28,9 +31,6 @@ from keras_fits import (
     stop,
     weights,
 )
-from tailavg import AnytimeWindow
-from tailavg.keras import TailAverage
-from tailavg.torch import ParameterAverage
 
 
 def test_a_checkpoint_has_what_was_validated(tmp_path):

@@ -8,7 +8,7 @@ import sys
 import keras
 import pytest
 
-from paths import EXAMPLES
+from tests.support.paths import EXAMPLES
 
 
 def rows(text, title):

@@ -4,9 +4,12 @@ import keras
 import numpy as np
 import pytest
 
-from anytails import Tails
-from cases import of_rules
-from keras_fits import (
+from tailavg import AnyTail, AnytimeWindow, Decay, ExactWindow, Exponential, TailAverage
+from tailavg.core.rules import as_rule
+from tailavg.keras import TailAverage as KerasAverage
+from tests.support.any_tails import Tails
+from tests.support.cases import of_rules
+from tests.support.keras_training import (
     BATCHES,
     At,
     Record,
@@ -23,10 +26,7 @@ from keras_fits import (
     walk,
     weights,
 )
-from model import weight_matrix
-from tailavg import AnyTail, AnytimeWindow, Decay, ExactWindow, Exponential, TailAverage
-from tailavg.core.rules import as_rule
-from tailavg.keras import TailAverage as KerasAverage
+from tests.support.model import weight_matrix
 
 JAX = keras.backend.backend() == "jax"
 STEPS = 600  # a fold comes after 256

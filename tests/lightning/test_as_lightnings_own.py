@@ -14,9 +14,9 @@ from lightning.pytorch.demos.boring_classes import (
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_runs import bits, make_trainer
 from tailavg import Exponential
 from tailavg.lightning import TailAveraging
+from tests.support.lightning_training import bits, make_trainer
 
 STEPS = 4  # in an epoch: 32 samples, batches of 4, two of them accumulated
 

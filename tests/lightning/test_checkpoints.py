@@ -6,7 +6,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from torch import nn
 
-from lightning_runs import (
+from tailavg import AnyTail, AnytimeWindow, Decay
+from tailavg.lightning import TailAveraging
+from tailavg.torch import ParameterAverage
+from tests.support.lightning_training import (
     STEPS,
     Net,
     Saver,
@@ -19,9 +22,6 @@ from lightning_runs import (
     make_trainer,
     values,
 )
-from tailavg import AnyTail, AnytimeWindow, Decay
-from tailavg.lightning import TailAveraging
-from tailavg.torch import ParameterAverage
 
 
 def load(path):

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torch_processes import on_ranks
+from tests.support.torch_processes import on_ranks
 
 STEPS = 5
 
@@ -17,9 +17,9 @@ def train(folder):
     from lightning.pytorch.strategies import DDPStrategy
     from torch.utils.data import DataLoader
 
-    from lightning_runs import Plain, bits, leaves, make_trainer
     from tailavg import AnyTail
     from tailavg.lightning import TailAveraging
+    from tests.support.lightning_training import Plain, bits, leaves, make_trainer
 
     warnings.simplefilter("ignore")
     rank, world = str(dist.get_rank()), str(dist.get_world_size())

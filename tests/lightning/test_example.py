@@ -4,7 +4,7 @@ import re
 import subprocess
 import sys
 
-from paths import EXAMPLES
+from tests.support.paths import EXAMPLES
 
 
 def test_digits():

@@ -8,8 +8,10 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
-from interrupts import interrupted
-from lightning_runs import (
+from tailavg import AnyTail
+from tailavg.lightning import TailAveraging
+from tests.support.interrupts import interrupted
+from tests.support.lightning_training import (
     STEPS,
     Batches,
     Net,
@@ -20,8 +22,6 @@ from lightning_runs import (
     held_out,
     make_trainer,
 )
-from tailavg import AnyTail
-from tailavg.lightning import TailAveraging
 
 HOOKS = [
     "training_step",

@@ -11,9 +11,18 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from lightning_runs import STEPS, Net, Saver, assert_near, bits, expected, fit, leaves
 from tailavg import AnyTail, Decay
 from tailavg.lightning import TailAveraging
+from tests.support.lightning_training import (
+    STEPS,
+    Net,
+    Saver,
+    assert_near,
+    bits,
+    expected,
+    fit,
+    leaves,
+)
 
 
 def whole(module, callback):

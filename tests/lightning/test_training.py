@@ -9,7 +9,9 @@ from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.plugins import MixedPrecision
 from torch.utils.data import DataLoader
 
-from lightning_runs import (
+from tailavg import AnyTail, AnytimeWindow, Decay, Exponential
+from tailavg.lightning import TailAveraging
+from tests.support.lightning_training import (
     STEPS,
     Batches,
     Net,
@@ -24,9 +26,7 @@ from lightning_runs import (
     network,
     values,
 )
-from model import weight_matrix
-from tailavg import AnyTail, AnytimeWindow, Decay, Exponential
-from tailavg.lightning import TailAveraging
+from tests.support.model import weight_matrix
 
 
 def test_validation_sees_the_averages_and_the_module_has_them_at_last():

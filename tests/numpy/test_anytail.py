@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anytails import TAILS, Tails, every_tail
-from cases import FLOAT, KINDS, ROW, assert_close, chunks, every_method, short, take
-from model import Window, averages
-from schedule import advance
 from tailavg import AnyTail, Fixed, Growing, Profile, TailAverage
 from tailavg.core.windows import as_window
+from tests.support.any_tails import TAILS, Tails, every_tail
+from tests.support.cases import FLOAT, KINDS, ROW, assert_close, chunks, every_method, short, take
+from tests.support.model import Window, averages
+from tests.support.schedule import advance
 
 OTHER_KINDS = [
     KINDS[name]

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases import KINDS, WAYS, bits, chunks, short, take
 from tailavg import AnyTail, AnytimeWindow, Exponential, RawTail, TailAverage
+from tests.support.cases import KINDS, WAYS, bits, chunks, short, take
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -7,7 +7,6 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from cases import short
 from tailavg import (
     AnyTail,
     AnytimeWindow,
@@ -18,6 +17,7 @@ from tailavg import (
     RawTail,
     TailAverage,
 )
+from tests.support.cases import short
 
 
 def refuses(average, call, error, match):

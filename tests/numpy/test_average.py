@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases import (
+from tailavg import AnytimeWindow, ExactWindow, Exponential, Growing, Profile, RawTail, TailAverage
+from tests.support.cases import (
     CAPPED,
     FLOAT,
     KINDS,
@@ -23,8 +24,7 @@ from cases import (
     short,
     take,
 )
-from model import Window, averages, weight_matrix
-from tailavg import AnytimeWindow, ExactWindow, Exponential, Growing, Profile, RawTail, TailAverage
+from tests.support.model import Window, averages, weight_matrix
 
 every_rule = pytest.mark.parametrize("rule", RULES, ids=short)
 every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)

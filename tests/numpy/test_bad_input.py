@@ -7,8 +7,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from cases import RULES, short
 from tailavg import AnytimeWindow, ExactWindow, Exponential, Growing, RawTail, TailAverage
+from tests.support.cases import RULES, short
 
 NAN = math.nan
 SOME_RULES = [

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anytails import TAILS, Tails, every_tail
-from cases import KINDS
-from model import Window
 from tailavg import AnyTail, AnytimeWindow, Decay, Exponential, Fixed, Growing, TailAverage
 from tailavg.core.windows import as_window
+from tests.support.any_tails import TAILS, Tails, every_tail
+from tests.support.cases import KINDS
+from tests.support.model import Window
 
 FALLS = {  # what is left of the rate when the part u of the window has passed
     "linear": lambda u: 1 - u,

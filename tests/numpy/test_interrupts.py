@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from interrupts import SHORT, Interrupt, interrupted
 from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, RawTail, TailAverage
+from tests.support.interrupts import SHORT, Interrupt, interrupted
 
 RULES = [
     AnytimeWindow(6),

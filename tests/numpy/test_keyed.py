@@ -9,10 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cases import RULES, assert_close, bits, of_rules
-from interrupts import interrupted
-from model import averages as weighted
-from model import weight_matrix
 from tailavg import (
     AnyTail,
     AnytimeWindow,
@@ -24,6 +20,10 @@ from tailavg import (
     TailAverages,
 )
 from tailavg.numpy import compiling, loops
+from tests.support.cases import RULES, assert_close, bits, of_rules
+from tests.support.interrupts import interrupted
+from tests.support.model import averages as weighted
+from tests.support.model import weight_matrix
 
 WAYS = ["compiled", "one by one", "without numba"]
 SOME = [

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mutants import broken, mutants, within
 from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, Growing, RawTail, TailAverage
 from tailavg.numpy import loops
+from tests.support.corrupt_states import broken, mutants, within
 
 RULES = [
     AnytimeWindow(6),

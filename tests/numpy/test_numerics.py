@@ -5,10 +5,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from cases import short
-from schedule import advance
 from tailavg import AnytimeWindow, ExactWindow, Exponential, Growing, RawTail, TailAverage
 from tailavg.core.equation import read
+from tests.support.cases import short
+from tests.support.schedule import advance
 
 OFFSET = 1e8
 LONG = 10**7

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cases import KINDS, RULES, assert_close, bits, of_rules, rules, windows
 from tailavg import (
     AnyTail,
     AnytimeWindow,
@@ -23,6 +22,7 @@ from tailavg import (
 from tailavg.core.equation import join
 from tailavg.numpy import compiling, loops
 from tailavg.numpy.scan import one_by_one
+from tests.support.cases import KINDS, RULES, assert_close, bits, of_rules, rules, windows
 
 ALL = [
     *RULES,

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases import KINDS, METHODS, RULES, WAYS, bits, chunks, rules, short, take
 from tailavg import AnytimeWindow, ExactWindow, Exponential, Growing, RawTail, TailAverage
 from tailavg.core import state as layout
 from tailavg.core.rules import as_rule
+from tests.support.cases import KINDS, METHODS, RULES, WAYS, bits, chunks, rules, short, take
 
 KEYS = [
     "format", "version", "rule", "nan_policy", "dtype", "scalar", "count", "starts", "blocks",

@@ -7,8 +7,10 @@ import numpy as np
 import optax
 import pytest
 
-from model import averages, weight_matrix
-from optax_training import (
+from tailavg import AnytimeWindow, Exponential, TailAverage
+from tailavg.optax import averaged_params, tail_average, with_tail_average
+from tests.support.model import averages, weight_matrix
+from tests.support.optax_training import (
     CLIPPED,
     REST,
     RULES,
@@ -24,8 +26,6 @@ from optax_training import (
     tails,
     train,
 )
-from tailavg import AnytimeWindow, Exponential, TailAverage
-from tailavg.optax import averaged_params, tail_average, with_tail_average
 
 OPTIMIZERS = {
     "sgd": optax.sgd(0.1),

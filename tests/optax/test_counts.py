@@ -5,8 +5,16 @@ import numpy as np
 import optax
 import pytest
 
-from optax_training import STEPS, TARGETS, assert_close, counts, every, expected, train
 from tailavg.optax import averaged_params, tail_average, with_tail_average
+from tests.support.optax_training import (
+    STEPS,
+    TARGETS,
+    assert_close,
+    counts,
+    every,
+    expected,
+    train,
+)
 
 
 def test_a_tail_after_gradient_accumulation_counts_every_small_step():

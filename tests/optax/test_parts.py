@@ -7,7 +7,9 @@ import numpy as np
 import optax
 import pytest
 
-from optax_training import (
+from tailavg import Exponential
+from tailavg.optax import averaged_params, tail_average, with_tail_average
+from tests.support.optax_training import (
     KERNEL,
     LABELS,
     REST,
@@ -20,8 +22,6 @@ from optax_training import (
     start,
     train,
 )
-from tailavg import Exponential
-from tailavg.optax import averaged_params, tail_average, with_tail_average
 
 
 def test_a_masked_tail_needs_the_parameters_for_the_rest():

@@ -8,7 +8,9 @@ import numpy as np
 import optax
 import pytest
 
-from optax_training import (
+from tailavg import AnyTail, Exponential
+from tailavg.optax import averaged_params, evaluate_tails, tail_average, with_tail_average
+from tests.support.optax_training import (
     CLIPPED,
     KERNEL,
     LABELS,
@@ -22,8 +24,6 @@ from optax_training import (
     start,
     train,
 )
-from tailavg import AnyTail, Exponential
-from tailavg.optax import averaged_params, evaluate_tails, tail_average, with_tail_average
 
 # --- where a tail is found, and where it must not be ---
 

@@ -14,7 +14,9 @@ from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from optax_training import (
+from tailavg import AnyTail, Exponential
+from tailavg.optax import averaged_params, evaluate_tails, tail_average, with_tail_average
+from tests.support.optax_training import (
     LABELS,
     STEPS,
     TARGETS,
@@ -28,8 +30,6 @@ from optax_training import (
     tails,
     train,
 )
-from tailavg import AnyTail, Exponential
-from tailavg.optax import averaged_params, evaluate_tails, tail_average, with_tail_average
 
 
 def test_optax_finds_what_it_looks_for():

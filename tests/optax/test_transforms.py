@@ -9,7 +9,9 @@ import optax
 import pytest
 from jax.sharding import AxisType
 
-from optax_training import (
+from tailavg import AnytimeWindow, Exponential
+from tailavg.optax import averaged_params, tail_average, with_tail_average
+from tests.support.optax_training import (
     KERNEL,
     LABELS,
     RULES,
@@ -22,8 +24,6 @@ from optax_training import (
     start,
     train,
 )
-from tailavg import AnytimeWindow, Exponential
-from tailavg.optax import averaged_params, tail_average, with_tail_average
 
 
 @pytest.mark.parametrize("bundle", [0, 2, 100])

@@ -9,8 +9,10 @@ import numpy as np
 import optax
 import pytest
 
-from anytails import Tails
-from optax_training import (
+from tailavg import AnyTail, Decay, Fixed, Growing, TailAverage
+from tailavg.optax import averaged_params, evaluate_tails, tail_average, with_tail_average
+from tests.support.any_tails import Tails
+from tests.support.optax_training import (
     KERNEL,
     LABELS,
     TARGETS,
@@ -22,8 +24,6 @@ from optax_training import (
     tails,
     train,
 )
-from tailavg import AnyTail, Decay, Fixed, Growing, TailAverage
-from tailavg.optax import averaged_params, evaluate_tails, tail_average, with_tail_average
 
 RULE = AnyTail(8, 0.2)
 WINDOWS = [0.2, 0.5, 1.0, 30, Fixed(50), Growing(0.5, at_most=40)]

@@ -6,9 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cases import assert_close
-from model import averages as weighted
-from model import weight_matrix
 from tailavg import (
     AnyTail,
     AnytimeWindow,
@@ -20,6 +17,9 @@ from tailavg import (
 )
 from tailavg.numpy import compiling, loops
 from tailavg.pandas import tail_mean
+from tests.support.cases import assert_close
+from tests.support.model import averages as weighted
+from tests.support.model import weight_matrix
 
 RULES = [AnytimeWindow(10), AnytimeWindow(0.25), Exponential(10), ExactWindow(5), RawTail(5, 60)]
 NA = np.nan

@@ -7,9 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from polars.testing import assert_frame_equal, assert_series_equal
 
-from cases import assert_close
-from model import averages as weighted
-from model import weight_matrix
 from tailavg import (
     AnyTail,
     AnytimeWindow,
@@ -21,6 +18,9 @@ from tailavg import (
 )
 from tailavg.numpy import compiling, loops
 from tailavg.polars import tail_mean
+from tests.support.cases import assert_close
+from tests.support.model import averages as weighted
+from tests.support.model import weight_matrix
 
 RULES = [AnytimeWindow(10), AnytimeWindow(0.25), Exponential(10), ExactWindow(5), RawTail(5, 60)]
 

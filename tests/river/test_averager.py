@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from river import anomaly, datasets, facto, linear_model, optim, preprocessing, reco, utils
 
-from cases import RULES, of_rules, rules
-from model import weight_matrix
 from tailavg import AnyTail, AnytimeWindow, Exponential
 from tailavg.river import TailAverager
+from tests.support.cases import RULES, of_rules, rules
+from tests.support.model import weight_matrix
 
 STEPS = 150
 

@@ -12,9 +12,9 @@ import river.api
 from river import base, checks, linear_model, optim, preprocessing, stats, utils
 from river.checks import common
 
-from cases import FLOAT
 from tailavg import Exponential
 from tailavg.river import TailAverager, TailMean
+from tests.support.cases import FLOAT
 
 OURS = [cls(**params) for cls in (TailMean, TailAverager) for params in cls._unit_test_params()]
 of_ours = pytest.mark.parametrize("thing", OURS, ids=repr)

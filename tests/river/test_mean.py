@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from river import datasets, feature_extraction, linear_model, preprocessing, stats, utils
 
-from cases import FLOAT, RULES, assert_close, bits, of_rules
-from model import averages, weight_matrix
 from tailavg import AnyTail, AnytimeWindow, Exponential, Fixed, Growing, TailAverage
 from tailavg.river import TailMean
+from tests.support.cases import FLOAT, RULES, assert_close, bits, of_rules
+from tests.support.model import averages, weight_matrix
 
 
 def fed(mean, xs):

@@ -2,8 +2,8 @@ import shutil
 
 import pytest
 
-from paths import ROOT
-from site_pages import INSTALL, Pages, build, chromium, start
+from tests.support.browser import INSTALL, Pages, build, chromium, start
+from tests.support.paths import ROOT
 
 
 @pytest.fixture(scope="session")

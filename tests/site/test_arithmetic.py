@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-import site_pages
-from site_pages import link
 from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, Fixed, Growing, TailAverage
 from tailavg.core.clock import starts_at
 from tailavg.core.profile import dense_weights, profile
+from tests.support import browser
+from tests.support.browser import link
 
-pytestmark = site_pages.MARKS
+pytestmark = browser.MARKS
 
 READ = """
 return arguments[0].map((hash) => {

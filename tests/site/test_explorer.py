@@ -6,14 +6,14 @@ import subprocess
 import numpy as np
 import pytest
 
-import site_pages
-from commands import TAILAVG
-from site_pages import link, written
 from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, Fixed, Growing, TailAverage
 from tailavg.core.clock import starts_at
 from tailavg.core.profile import profile
+from tests.support import browser
+from tests.support.browser import link, written
+from tests.support.commands import TAILAVG
 
-pytestmark = site_pages.MARKS
+pytestmark = browser.MARKS
 
 CASES = [
     (AnytimeWindow(0.25), 1150, None),

@@ -2,11 +2,11 @@
 
 import pytest
 
-import site_pages
 from tailavg import AnytimeWindow
 from tailavg.core.clock import starts_at
+from tests.support import browser
 
-pytestmark = site_pages.MARKS
+pytestmark = browser.MARKS
 
 USUAL = {
     "kind": "growing",

@@ -2,10 +2,10 @@
 
 import pytest
 
-import site_pages
-from site_pages import DESK, PHONE
+from tests.support import browser
+from tests.support.browser import DESK, PHONE
 
-pytestmark = site_pages.MARKS
+pytestmark = browser.MARKS
 
 LINKS = [
     "#window=0.25&t=1150",

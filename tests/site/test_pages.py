@@ -2,11 +2,11 @@
 
 import pytest
 
-import site_pages
-from paths import DOCS
-from site_pages import DESK, PHONE
+from tests.support import browser
+from tests.support.browser import DESK, PHONE
+from tests.support.paths import DOCS
 
-pytestmark = site_pages.MARKS
+pytestmark = browser.MARKS
 
 PAGES = sorted(path.stem for path in DOCS.glob("*.md"))
 

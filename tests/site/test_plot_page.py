@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from selenium.webdriver import ActionChains, Keys
 
-import site_pages
-from site_pages import DESK, PHONE, Pages
 from tailavg import AnytimeWindow, TailAverage
+from tests.support import browser
+from tests.support.browser import DESK, PHONE, Pages
 
-pytestmark = site_pages.MARKS
+pytestmark = browser.MARKS
 
 SAMPLES = np.random.default_rng(0).normal(size=3000).round(6) + 5
 INK = """

@@ -1,6 +1,6 @@
 import pytest
 
-from spark_runs import INSTALL, java, session
+from tests.support.spark_streams import INSTALL, java, session
 
 
 @pytest.fixture(scope="session")

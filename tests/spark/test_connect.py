@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import spark_runs as runs
+from tests.support import spark_streams as runs
 
 pytestmark = runs.MARKS
 

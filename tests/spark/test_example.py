@@ -2,8 +2,8 @@
 
 import runpy
 
-import spark_runs as runs
-from paths import EXAMPLES
+from tests.support import spark_streams as runs
+from tests.support.paths import EXAMPLES
 
 pytestmark = runs.MARKS
 

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-import spark_runs as runs
+from tests.support import spark_streams as runs
 
 pytestmark = runs.MARKS
 

@@ -10,9 +10,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-import spark_runs as runs
 from tailavg import AnyTail, Exponential, TailAverage
 from tailavg.spark import saved_states, tail_mean
+from tests.support import spark_streams as runs
 
 pytestmark = runs.MARKS
 

@@ -7,10 +7,10 @@ import math
 import numpy as np
 import pytest
 
-import spark_runs as runs
 from tailavg import Exponential, TailAverage
 from tailavg.spark import tail_mean
 from tailavg.spark.job import _spread
+from tests.support import spark_streams as runs
 
 pytestmark = runs.MARKS
 

@@ -3,7 +3,7 @@
 import torch
 
 from tailavg.torch import AveragedModel
-from torch_models import History, Walk
+from tests.support.torch_models import History, Walk
 
 
 def walked(model, rule, steps: int, **options):

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from model import averages, weight_matrix
-from torch_models import wide
+from tests.support.model import averages, weight_matrix
+from tests.support.torch_models import wide
 
 KINDS = {
     "1d": (nn.BatchNorm1d, (6, 3)),

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from schedule import closes, turn
 from tailavg import (
     AnyTail,
     AnytimeWindow,
@@ -24,6 +23,7 @@ from tailavg import (
     RawTail,
     TailAverage,
 )
+from tests.support.schedule import closes, turn
 
 CAPPED = Growing(0.5, at_most=40)
 

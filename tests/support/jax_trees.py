@@ -10,8 +10,8 @@ import orbax.checkpoint as ocp
 import pytest
 from jax import lax
 
-from cases import CAPPED, short
 from tailavg import AnyTail, AnytimeWindow, Exponential
+from tests.support.cases import CAPPED, short
 
 FEW = [
     AnytimeWindow(10),

@@ -1,4 +1,4 @@
-"""Kill processes at any opcode of a write: `python kills.py save folder`.
+"""Kill processes at any opcode of a write: `python -m tests.support.kills save folder`.
 
 A process of its own, since children of one that has threads may hang.
 """
@@ -19,12 +19,12 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import filesystem
 
-from interrupts import killed, kills
 from tailavg import AnyTail, TailAverage, TailAverages
 from tailavg.checkpoints import average_checkpoints
 from tailavg.cli import app
 from tailavg.core.rules import ExactWindow
 from tailavg.torch import ParameterAverage
+from tests.support.interrupts import killed, kills
 
 
 def check(write: Callable[[], Any], path: Path, most: int = 100, among: int | None = None) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-import spark_runs as runs
 from tailavg.spark import saved_states, tail_mean
+from tests.support import spark_streams as runs
 
 
 def main(folder: Path) -> None:

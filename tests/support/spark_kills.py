@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
-import spark_runs as runs
 from tailavg.spark import tail_mean
+from tests.support import spark_streams as runs
 
 
 def main(files: int, folders: list[Path]) -> None:

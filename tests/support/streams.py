@@ -11,8 +11,8 @@ import threading
 import numpy as np
 import pytest
 
-from model import weight_matrix
 from tailavg import TailAverage
+from tests.support.model import weight_matrix
 
 COMMAND = [sys.executable, "-m", "tailavg", "stream"]
 ENVIRONMENT = os.environ | {"COLUMNS": "400"}

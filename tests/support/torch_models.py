@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cases import rules, short
-from model import Blocks, alphas
 from tailavg import AnytimeWindow, ExactWindow, Exponential, Growing, RawTail
 from tailavg.torch import ParameterAverage
+from tests.support.cases import rules, short
+from tests.support.model import Blocks, alphas
 
 torch.set_num_threads(1)  # tensors are tiny and tests run side by side
 

@@ -5,10 +5,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from cases import short
 from tailavg import AnytimeWindow, Exponential, RawTail
 from tailavg.torch import ParameterAverage
-from torch_models import History, bits
+from tests.support.cases import short
+from tests.support.torch_models import History, bits
 
 SHARDED_RULES = [AnytimeWindow(20, 4), AnytimeWindow(0.3), Exponential(0.25), RawTail(0.5, 100)]
 every_rule = pytest.mark.parametrize("rule", SHARDED_RULES, ids=short)

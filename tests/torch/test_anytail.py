@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from cases import short
 from tailavg import AnyTail, AnytimeWindow, Exponential, Fixed, Growing, TailAverage
 from tailavg.torch import AveragedModel, ParameterAverage, convert_tail_batchnorm
-from torch_models import (
+from tests.support.cases import short
+from tests.support.torch_models import (
     History,
     Odd,
     Walk,
@@ -27,7 +27,7 @@ from torch_models import (
     tolerance,
     wide,
 )
-from torch_tails import counted, outputs
+from tests.support.torch_tails import counted, outputs
 
 TAILS = [AnyTail(), AnyTail(6), AnyTail(8, 0.4), AnyTail(7, 0.02)]
 every_tail = pytest.mark.parametrize("rule", TAILS, ids=short)

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-import schedule
 from tailavg import AnyTail, AnytimeWindow, TailAverage
 from tailavg.torch import ParameterAverage
-from torch_models import FailAt, Walk, bits, saved, small, snapshot, walked, wide
-from torch_tails import counted, outputs
+from tests.support import schedule
+from tests.support.torch_models import FailAt, Walk, bits, saved, small, snapshot, walked, wide
+from tests.support.torch_tails import counted, outputs
 
 
 @pytest.mark.parametrize("stop", [1, 5, 6, 7, 100, 255, 256, 300, 777])

@@ -7,7 +7,7 @@ from torch import nn
 
 from tailavg import AnytimeWindow
 from tailavg.torch import ParameterAverage
-from torch_models import History, assert_averages, snapshot
+from tests.support.torch_models import History, assert_averages, snapshot
 
 
 def trained(folder, steps, resume=False):

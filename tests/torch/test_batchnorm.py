@@ -13,10 +13,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from batchnorms import assert_dense, draw, kinds, same, snapshot, train
-from cases import WINDOWS, windows
 from tailavg import Exponential, Fixed, Growing
 from tailavg.torch.batchnorm import convert_tail_batchnorm
+from tests.support.batchnorms import assert_dense, draw, kinds, same, snapshot, train
+from tests.support.cases import WINDOWS, windows
 
 # Running statistics
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from batchnorms import assert_dense, draw, kinds, net, same, snapshot, train
 from tailavg import Exponential
 from tailavg.torch.batchnorm import convert_tail_batchnorm, revert_batchnorm
-from torch_models import saved
+from tests.support.batchnorms import assert_dense, draw, kinds, net, same, snapshot, train
+from tests.support.torch_models import saved
 
 # Conversion
 

@@ -8,9 +8,9 @@ from torch import fx, nn
 from torch.ao.quantization import fuse_modules
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from batchnorms import draw, same
 from tailavg import Growing
 from tailavg.torch.batchnorm import convert_tail_batchnorm, revert_batchnorm
+from tests.support.batchnorms import draw, same
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tailavg.torch import AveragedModel, ParameterAverage
-from torch_models import assert_averages, bits, small, snapshot, walked
+from tests.support.torch_models import assert_averages, bits, small, snapshot, walked
 
 WAYS = {"copied": copy.deepcopy, "pickled": lambda x: pickle.loads(pickle.dumps(x))}
 every_way = pytest.mark.parametrize("again", WAYS.values(), ids=WAYS)

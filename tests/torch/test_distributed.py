@@ -19,12 +19,12 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from cases import short
 from tailavg import AnytimeWindow, Exponential
 from tailavg.torch import AveragedModel, ParameterAverage
-from torch_models import History, assert_averages, bits, small, wide
-from torch_processes import on_ranks
-from torch_shards import every_rule, local_bits, trained, whole
+from tests.support.cases import short
+from tests.support.torch_models import History, assert_averages, bits, small, wide
+from tests.support.torch_processes import on_ranks
+from tests.support.torch_shards import every_rule, local_bits, trained, whole
 
 # DDP
 

@@ -10,7 +10,7 @@ from safetensors import safe_open
 
 from tailavg.torch import ParameterAverage
 from tailavg.torch.export import write_safetensors
-from torch_models import Allocations, bits, raw
+from tests.support.torch_models import Allocations, bits, raw
 
 KINDS = [
     torch.bool,

@@ -11,12 +11,12 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from cases import short
 from tailavg import AnyTail, AnytimeWindow, Exponential, TailAverage
 from tailavg.core import state as layout
 from tailavg.jax import tail_average
 from tailavg.torch import ParameterAverage
-from torch_models import Odd, Walk, bits, comparable, small, walked
+from tests.support.cases import short
+from tests.support.torch_models import Odd, Walk, bits, comparable, small, walked
 
 RULES = [AnytimeWindow(20), AnytimeWindow(0.25, 5), AnyTail(6), Exponential(10)]
 every_rule = pytest.mark.parametrize("rule", RULES, ids=short)

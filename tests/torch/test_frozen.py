@@ -8,10 +8,10 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from cases import short
 from tailavg import AnyTail, AnytimeWindow, Exponential
 from tailavg.torch import AveragedModel, ParameterAverage
-from torch_models import Odd, bits, raw, saved, wide
+from tests.support.cases import short
+from tests.support.torch_models import Odd, bits, raw, saved, wide
 
 RULES = [AnytimeWindow(0.25), AnytimeWindow(300, 4), Exponential(1000), AnyTail(8)]
 every_rule = pytest.mark.parametrize("rule", RULES, ids=short)

@@ -19,9 +19,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from tailavg import AnytimeWindow
 from tailavg.torch import ParameterAverage
-from torch_models import History, assert_averages, bits, snapshot
-from torch_processes import on_ranks
-from torch_shards import SHARDED_RULES, every_rule, fill, local_bits, trained, whole
+from tests.support.torch_models import History, assert_averages, bits, snapshot
+from tests.support.torch_processes import on_ranks
+from tests.support.torch_shards import SHARDED_RULES, every_rule, fill, local_bits, trained, whole
 
 
 class Net(nn.Module):

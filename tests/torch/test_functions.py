@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from cases import WINDOWS, windows
-from model import averages, weight_matrix
 from tailavg import Exponential
 from tailavg.torch.functions import growing_avg_fn, growing_multi_avg_fn
+from tests.support.cases import WINDOWS, windows
+from tests.support.model import averages, weight_matrix
 
 FUNCTIONS = {
     "multi_avg_fn": lambda window: {"multi_avg_fn": growing_multi_avg_fn(window)},

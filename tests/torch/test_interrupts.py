@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from interrupts import interrupted
 from tailavg import AnyTail, AnytimeWindow, Exponential
 from tailavg.torch import AveragedModel, ParameterAverage, convert_tail_batchnorm
-from torch_models import bits, saved, snapshot
+from tests.support.interrupts import interrupted
+from tests.support.torch_models import bits, saved, snapshot
 
 
 class Run:

@@ -8,10 +8,18 @@ import pytest
 import torch
 from torch import nn
 
-from cases import short
 from tailavg import AnytimeWindow, Exponential
 from tailavg.torch import ParameterAverage
-from torch_models import Allocations, FailAt, flat_tensors, saved, small, snapshot, walked
+from tests.support.cases import short
+from tests.support.torch_models import (
+    Allocations,
+    FailAt,
+    flat_tensors,
+    saved,
+    small,
+    snapshot,
+    walked,
+)
 
 
 class Uncopyable(nn.Linear):

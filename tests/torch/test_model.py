@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.optim import swa_utils
 
-from averaged_models import tensors_of, walked
 from tailavg import AnytimeWindow, ExactWindow, Exponential, Fixed, RawTail, TailAverage
 from tailavg.torch import AveragedModel, ParameterAverage
-from torch_models import (
+from tests.support.averaged_models import tensors_of, walked
+from tests.support.torch_models import (
     History,
     Odd,
     Walk,

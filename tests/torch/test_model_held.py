@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.optim import swa_utils
 
-from averaged_models import walked
-from interrupts import interrupted
-from torch_models import FailAt, bits, small
+from tests.support.averaged_models import walked
+from tests.support.interrupts import interrupted
+from tests.support.torch_models import FailAt, bits, small
 
 X = torch.rand(4, 3, generator=torch.Generator().manual_seed(0))
 

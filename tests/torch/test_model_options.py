@@ -5,10 +5,19 @@ import torch
 from torch import nn
 from torch.optim import swa_utils
 
-from averaged_models import walked
 from tailavg import AnytimeWindow, Exponential
 from tailavg.torch import AveragedModel, ParameterAverage, growing_avg_fn, growing_multi_avg_fn
-from torch_models import History, Walk, assert_averages, bits, named, saved, small, snapshot
+from tests.support.averaged_models import walked
+from tests.support.torch_models import (
+    History,
+    Walk,
+    assert_averages,
+    bits,
+    named,
+    saved,
+    small,
+    snapshot,
+)
 
 ORDERS = {
     "rule": ((10,), {}),

@@ -7,10 +7,20 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import swa_utils
 
-from averaged_models import walked
 from tailavg import AnytimeWindow, Exponential
 from tailavg.torch import AveragedModel
-from torch_models import History, Walk, assert_averages, bits, kept_rules, named, raw, saved, small
+from tests.support.averaged_models import walked
+from tests.support.torch_models import (
+    History,
+    Walk,
+    assert_averages,
+    bits,
+    kept_rules,
+    named,
+    raw,
+    saved,
+    small,
+)
 
 
 @settings(max_examples=20)

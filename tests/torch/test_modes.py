@@ -3,7 +3,7 @@
 import torch
 
 from tailavg.torch import ParameterAverage
-from torch_models import (
+from tests.support.torch_models import (
     Walk,
     assert_averages,
     batches,

@@ -16,12 +16,21 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from cases import short
 from tailavg import AnyTail, AnytimeWindow, Exponential, RawTail
 from tailavg.core.files import InUseError
 from tailavg.torch import AveragedModel, ParameterAverage
 from tailavg.torch.memory import Memory
-from torch_models import TORCH_RULES, Walk, bits, comparable, saved, small, snapshot, walked
+from tests.support.cases import short
+from tests.support.torch_models import (
+    TORCH_RULES,
+    Walk,
+    bits,
+    comparable,
+    saved,
+    small,
+    snapshot,
+    walked,
+)
 
 RULES = [*TORCH_RULES, AnyTail(12), AnyTail(6, shortest=0.5)]
 every_rule = pytest.mark.parametrize("rule", RULES, ids=short)

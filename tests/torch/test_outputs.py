@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tailavg import AnytimeWindow
-from torch_models import assert_averages, bits, small, snapshot, walked
+from tests.support.torch_models import assert_averages, bits, small, snapshot, walked
 
 
 def test_outputs_are_fresh_and_free_of_the_model():

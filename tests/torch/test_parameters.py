@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from cases import short
 from tailavg import AnytimeWindow, ExactWindow, Exponential, Fixed, Growing, RawTail, TailAverage
 from tailavg.torch import ParameterAverage
-from torch_models import (
+from tests.support.cases import short
+from tests.support.torch_models import (
     History,
     Odd,
     Walk,

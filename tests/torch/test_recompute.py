@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import update_bn
 
-from batchnorms import draw, kinds, net, same, snapshot, statistics
 from tailavg.torch.batchnorm import convert_tail_batchnorm, recompute_batchnorm
-from torch_models import bits
+from tests.support.batchnorms import draw, kinds, net, same, snapshot, statistics
+from tests.support.torch_models import bits
 
 
 def trained():

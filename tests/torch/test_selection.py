@@ -6,7 +6,16 @@ from torch import nn
 
 from tailavg import AnytimeWindow
 from tailavg.torch import ParameterAverage
-from torch_models import History, Odd, assert_averages, batches, bits, named, small, walked
+from tests.support.torch_models import (
+    History,
+    Odd,
+    assert_averages,
+    batches,
+    bits,
+    named,
+    small,
+    walked,
+)
 
 
 def test_patterns_choose_what_is_averaged_and_the_rest_keeps_its_current_value():

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from averaged_models import walked as walked_module
 from tailavg.torch import AveragedModel, ParameterAverage
 from tailavg.torch.tracking import Tracking
-from torch_models import assert_averages, bits, named, saved, snapshot, walked, wide
+from tests.support.averaged_models import walked as walked_module
+from tests.support.torch_models import assert_averages, bits, named, saved, snapshot, walked, wide
 
 
 def same_data(a):

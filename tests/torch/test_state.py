@@ -11,8 +11,8 @@ from torch import nn
 
 from tailavg import AnytimeWindow, Exponential, RawTail, TailAverage
 from tailavg.torch import ParameterAverage
-from torch_models import Odd, bits, named, saved, small, snapshot, tensors_of, walked
-from torch_processes import exit_code
+from tests.support.torch_models import Odd, bits, named, saved, small, snapshot, tensors_of, walked
+from tests.support.torch_processes import exit_code
 
 
 def test_saving_a_state_changes_no_later_bit():

@@ -12,10 +12,20 @@ from torch import nn
 from torch.optim import swa_utils
 from torch.utils.data import DataLoader
 
-from averaged_models import tensors_of, walked
 from tailavg import AnytimeWindow, Exponential, Fixed
 from tailavg.torch import AveragedModel, growing_avg_fn, growing_multi_avg_fn
-from torch_models import History, Walk, assert_averages, bits, dense, named, saved, small, wide
+from tests.support.averaged_models import tensors_of, walked
+from tests.support.torch_models import (
+    History,
+    Walk,
+    assert_averages,
+    bits,
+    dense,
+    named,
+    saved,
+    small,
+    wide,
+)
 
 
 @pytest.mark.parametrize("batch", ["tensor", "tuple"])

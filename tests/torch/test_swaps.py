@@ -9,7 +9,7 @@ from torch import nn
 
 from tailavg import AnytimeWindow, Exponential
 from tailavg.torch import ParameterAverage
-from torch_models import (
+from tests.support.torch_models import (
     FailAt,
     History,
     Odd,

@@ -8,11 +8,20 @@ import pytest
 import torch
 from torch import nn
 
-from averaged_models import walked as walked_module
-from cases import short
 from tailavg import AnytimeWindow, Exponential
 from tailavg.torch import ParameterAverage
-from torch_models import Odd, assert_averages, bits, named, small, snapshot, walked, wide
+from tests.support.averaged_models import walked as walked_module
+from tests.support.cases import short
+from tests.support.torch_models import (
+    Odd,
+    assert_averages,
+    bits,
+    named,
+    small,
+    snapshot,
+    walked,
+    wide,
+)
 
 
 def replaced_weight(model):

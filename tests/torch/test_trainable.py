@@ -6,7 +6,7 @@ from torch import nn
 
 from tailavg import AnytimeWindow
 from tailavg.torch import ParameterAverage
-from torch_models import History, assert_averages, bits, flat_tensors
+from tests.support.torch_models import History, assert_averages, bits, flat_tensors
 
 
 class Adapted(nn.Module):

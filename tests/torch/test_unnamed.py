@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tailavg.torch import ParameterAverage
-from torch_models import Walk, bits, named, saved, small, snapshot
+from tests.support.torch_models import Walk, bits, named, saved, small, snapshot
 
 
 def pair(steps=25):

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from cases import short
 from tailavg import AnytimeWindow, Exponential, TailAverage
 from tailavg.torch import ParameterAverage
-from torch_models import History, Walk, assert_averages, bits, saved, small, snapshot
+from tests.support.cases import short
+from tests.support.torch_models import History, Walk, assert_averages, bits, saved, small, snapshot
 
 
 @pytest.mark.parametrize("every", [1, 2, 3, 7])

@@ -10,7 +10,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 
 from tailavg.torch import AveragedModel, ParameterAverage
-from torch_models import Walk, bits, saved, small, snapshot, walked
+from tests.support.torch_models import Walk, bits, saved, small, snapshot, walked
 
 
 class Block(nn.Module):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainers import (
+from tests.support.hugging_face_training import (
     TailAverageCallback,
     TailAverageTrainer,
     Trainer,

@@ -5,8 +5,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from torch_processes import on_ranks
-from trainers import (
+from tests.support.hugging_face_training import (
     Seen,
     Steps,
     arguments,
@@ -19,6 +18,7 @@ from trainers import (
     tokens,
     weights,
 )
+from tests.support.torch_processes import on_ranks
 
 
 def trained(folder, resume):

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from trainers import (
+from tests.support.hugging_face_training import (
     GPT2LMHeadModel,
     TailAverageTrainer,
     arguments,

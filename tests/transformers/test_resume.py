@@ -9,8 +9,16 @@ import pytest
 import torch
 
 from tailavg import AnyTail, Decay
-from torch_processes import exit_code
-from trainers import KINDS, TrainerCallback, arguments, left, make, tiny, tokens
+from tests.support.hugging_face_training import (
+    KINDS,
+    TrainerCallback,
+    arguments,
+    left,
+    make,
+    tiny,
+    tokens,
+)
+from tests.support.torch_processes import exit_code
 
 OPTIONS = {"rule": AnyTail(6), "window": Decay(0.4, "1-sqrt"), "update_every": 2}
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import model as brute
 from tailavg import AnyTail, AnytimeWindow, Decay
-from trainers import (
+from tests.support import model as brute
+from tests.support.hugging_face_training import (
     KINDS,
     GPT2LMHeadModel,
     Seen,

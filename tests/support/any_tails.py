@@ -7,10 +7,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from cases import short
-from model import Blocks, Window
 from tailavg import AnyTail
 from tailavg.core.windows import as_window
+from tests.support.cases import short
+from tests.support.model import Blocks, Window
 
 TAILS = [
     AnyTail(),

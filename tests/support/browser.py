@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from paths import ROOT
 from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, Fixed, Growing
+from tests.support.paths import ROOT
 
 MARKS = [
     pytest.mark.slow,
     pytest.mark.xdist_group("site"),  # in one process, with one site and one browser
 ]
-"""Of tests that need a browser: `pytestmark = site_pages.MARKS`."""
+"""Of tests that need a browser: `pytestmark = browser.MARKS`."""
 
 INSTALL = "apt-get install chromium chromium-driver"
 PHONE, DESK = (360, 740), (1280, 900)
