@@ -1,8 +1,9 @@
-# Everything happens in .venv, which is made on first use. Each stamp is a set of packages.
+# Everything happens in a virtual environment, which is made on first use. Each stamp is a set of packages.
 PYTHON ?= python3
-BIN := .venv/bin
+VENV ?= .venv
+BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
-STAMPS := .venv/stamps
+STAMPS := $(VENV)/stamps
 
 .PHONY: demo test test-core test-all lint docs wheel release figures bench clean
 
@@ -57,10 +58,10 @@ bench: $(STAMPS)/bench
 	$(BIN)/python benchmarks/checkpoints.py
 
 clean:
-	rm -rf .venv dist site
+	rm -rf $(VENV) build dist site
 
 $(STAMPS):
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv $(VENV)
 	mkdir -p $(STAMPS)
 
 $(STAMPS)/%: pyproject.toml constraints.txt | $(STAMPS)
