@@ -1,13 +1,13 @@
-"""`tailavg checkpoints`, as a process: against averages in float64 that share no code with it."""
+"""`tailavg checkpoints`: against averages in float64 that share no code with it."""
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
 import warnings
+from contextlib import contextmanager
 from pathlib import Path
 
 import ml_dtypes
@@ -17,34 +17,23 @@ import torch.distributed.checkpoint
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
+from tests.support import commands
+from tests.support.commands import TAILAVG
+from tests.support.processes import python, started
+
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
-def run(folder, *arguments, **environment):
-    return subprocess.run(
-        [sys.executable, "-m", "tailavg", "checkpoints", *map(str, arguments)],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"COLUMNS": "400"} | environment,
-    )
+def done(folder, *arguments, **options):
+    return commands.done("checkpoints", *arguments, folder=folder, **options)
 
 
-def done(folder, *arguments):
-    process = run(folder, *arguments)
-    assert process.returncode == 0, process.stderr
-    assert not process.stderr
-    return process.stdout
-
-
-def failed(folder, *arguments, code=1, **environment):
+def failed(folder, *arguments, **options):
     """What is said of a failure, which leaves no file behind."""
     before = sorted(folder.rglob("*"))
-    process = run(folder, *arguments, **environment)
-    assert process.returncode == code, process.stderr
-    assert "Traceback" not in process.stderr
+    _, told = commands.failed("checkpoints", *arguments, folder=folder, **options)
     assert sorted(folder.rglob("*")) == before
-    return re.sub(r"[│\s]+", " ", process.stderr)
+    return told
 
 
 def tensors(step):
@@ -224,26 +213,24 @@ print(peak() - before)
 """
 
 
-def peak(folder, *arguments):
-    """By how much the resident memory of the process grew at most, files it mapped included."""
-    command = [sys.executable, "-c", PEAK, *map(str, arguments)]
-    process = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    assert process.returncode == 0, process.stderr
-    return int(process.stdout.split()[-1])
+@pytest.fixture
+def grown(tmp_path):
+    """By how much the memory of a process grows at most, files that it maps included."""
+    if not Path("/proc/self/status").exists():
+        pytest.skip("reads /proc")
+    return lambda *arguments: int(python("-c", PEAK, *arguments, cwd=tmp_path).stdout.split()[-1])
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 @pytest.mark.parametrize("shapes", [[(12_000_000,)], [(1000, 1000)] * 12])
-def test_memory_of_thirty_files_is_near_one(tmp_path, shapes):
+def test_memory_of_several_files_is_near_one(tmp_path, grown, shapes):
     def make(step):
         return {f"{i}": np.full(shape, step, np.float32) for i, shape in enumerate(shapes)}
 
-    names = save_run(tmp_path, range(30), make)
-    grew = peak(tmp_path, *names, "--window", "1.0", "-o", "average.safetensors")
-    assert grew < 2**26
-    assert load_file(tmp_path / "average.safetensors")["0"].flat[-1] == 14.5
-    options = ["--windows", "0.5,1.0", "-o", "average-{window}.safetensors"]
-    assert peak(tmp_path, *names, *options) < 2**26
+    names = save_run(tmp_path, range(5), make)
+    options = ["--windows", "0.6,1.0", "-o", "average-{window}.safetensors"]
+    assert grown(*names, *options) < 2**26  # two files would not fit
+    assert load_file(tmp_path / "average-0.6.safetensors")["0"].flat[-1] == 3
+    assert load_file(tmp_path / "average-1.0.safetensors")["0"].flat[-1] == 2
 
 
 def save_sharded(folder, tensors):
@@ -256,32 +243,31 @@ def save_sharded(folder, tensors):
 
 def save_distributed(folder, tensors):
     state = {name: torch.from_numpy(array) for name, array in tensors.items()}
-    torch.distributed.checkpoint.save(state, checkpoint_id=folder, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, about processes
+        torch.distributed.checkpoint.save(state, checkpoint_id=folder, no_dist=True)
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 @pytest.mark.parametrize(
     ("save", "tensors", "most"),
-    # torch's reader and writer take some 100 MB, but must not hold the 400 MB of a checkpoint
-    [(save_sharded, 4, 2**26), (save_distributed, 40, 2 * 10**8)],
+    # torch's reader and writer take some 100 MB, but must not hold the 300 MB of a checkpoint
+    [(save_sharded, 4, 2**26), (save_distributed, 30, 2 * 10**8)],
 )
-def test_memory_of_folders_is_bounded(tmp_path, save, tensors, most):
-    names = ["step-1", "step-2"]
-    for step, name in enumerate(names):
-        state = {f"{i}": np.full(2_500_000, step, np.float32) for i in range(tensors)}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of torch, about processes
-            save(tmp_path / name, state)
-    assert peak(tmp_path, *names, "--window", "1.0", "-o", "average") < most
+def test_memory_of_folders_is_bounded(tmp_path, grown, save, tensors, most):
+    array = np.ones(2_500_000, np.float32)
+    save(tmp_path / "step-1", {f"{i}": array for i in range(tensors)})
+    (tmp_path / "step-2").mkdir()
+    for file in (tmp_path / "step-1").iterdir():
+        os.link(file, tmp_path / "step-2" / file.name)
+    assert grown("step-1", "step-2", "--window", "1.0", "-o", "average") < most
 
 
 def test_a_progress_bar_on_a_terminal(tmp_path):
     pty = pytest.importorskip("pty")
     names = save_run(tmp_path, [1, 2])
-    command = [sys.executable, "-m", "tailavg", "checkpoints", *names, "--window", "2"]
     ours, theirs = pty.openpty()
-    with subprocess.Popen(
-        [*command, "-o", "average.safetensors"],
+    with started(
+        *[*TAILAVG, "checkpoints", *names, "--window", "2", "-o", "average.safetensors"],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=theirs,
@@ -294,7 +280,6 @@ def test_a_progress_bar_on_a_terminal(tmp_path):
                 shown += chunk
         except OSError:  # the other end is closed
             pass
-        assert process.stdout is not None
         assert process.stdout.read().startswith(b"average.safetensors: ")
     os.close(ours)
     assert b"averaging" in shown
@@ -416,28 +401,28 @@ def test_an_output_is_a_regular_file(tmp_path):
     assert "expected a regular file" in failed(tmp_path, *names, *ARGUMENTS)
 
 
-LIMITED = """
-import resource, sys
-from tailavg.cli import app
-resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-app(["checkpoints", *sys.argv[1:]])
-"""
+@contextmanager
+def limited_files(size):
+    """Let no file grow beyond this size, as on a disk that is full."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "pt"])
 def test_a_disk_that_is_full(tmp_path, suffix):
-    pytest.importorskip("resource")
     if suffix == "pt":
         _, names = torch_run(tmp_path, [1, 2], lambda torch, step: {"w": torch.ones(50_000) * step})
     else:
         names = save_run(tmp_path, [1, 2], lambda step: {"w": np.full(50_000, step, np.float32)})
     arguments = [*names, "--windows", "1,2", "-o", f"average-{{window}}.{suffix}"]
-    command = [sys.executable, "-c", LIMITED, *arguments]
-    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert process.returncode == 1
-    said = f"tailavg: average-{{window}}.{suffix}: File too large\nNothing was written.\n"
-    assert process.stderr == said
-    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    with limited_files(100_000):
+        told = failed(tmp_path, *arguments)
+    assert told == f"tailavg: average-{{window}}.{suffix}: File too large Nothing was written."
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems refuse such names")
@@ -448,11 +433,10 @@ def test_names_that_cannot_be_printed(tmp_path, encoding):
     for step, name in enumerate(names, 1):
         (tmp_path / f"step-{step}.safetensors").rename(tmp_path / name)
     arguments = ["--window", "1.0", "-o", "平均.safetensors"]
-    process = run(tmp_path, *names, *arguments, PYTHONIOENCODING=encoding)
-    assert process.returncode == 0, process.stderr
-    assert "2 of 2 checkpoints, \\udcff-1.safetensors to \\udcff-2.safetensors" in process.stdout
+    said = done(tmp_path, *names, *arguments, encoding=encoding)
+    assert "2 of 2 checkpoints, \\udcff-1.safetensors to \\udcff-2.safetensors" in said
     (tmp_path / names[0]).write_bytes(b"damaged")
-    said = failed(tmp_path, *names, *arguments, PYTHONIOENCODING=encoding)
+    said = failed(tmp_path, *names, *arguments, encoding=encoding)
     assert "-1.safetensors: truncated in its header" in said
 
 
@@ -486,13 +470,13 @@ def test_an_interrupt_leaves_nothing(tmp_path):
         with (tmp_path / name).open("wb") as file:
             file.write(len(head).to_bytes(8, "little") + head)
             file.truncate(8 + len(head) + size)
-    command = [sys.executable, "-m", "tailavg", "checkpoints", *names, *ARGUMENTS]
-    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE) as process:
+    command = [*TAILAVG, "checkpoints", *names, *ARGUMENTS]
+    with started(*command, cwd=tmp_path, stderr=subprocess.PIPE) as process:
         while process.poll() is None and not list(tmp_path.glob(".average*")):
             time.sleep(0.001)
         process.send_signal(signal.SIGINT)
-        assert b"Traceback" not in process.communicate()[1]
-    assert process.returncode == 130
+        assert b"Traceback" not in process.communicate(timeout=300)[1]
+        assert process.returncode == 130
     assert {path.name for path in tmp_path.iterdir()} == set(names)
 
 
@@ -558,14 +542,14 @@ def test_several_windows_of_torch_files(tmp_path):
         assert same["model"]["head"].data_ptr() == same["model"]["embedding"].data_ptr()
 
 
-def test_torch_memory_of_thirty_files_is_near_one(tmp_path):
+def test_torch_memory_of_several_files_is_near_one(tmp_path, grown):
     _, names = torch_run(
         tmp_path,
-        range(30),
+        range(4),
         lambda torch, step: {str(i): torch.full((1000, 1000), float(step)) for i in range(20)},
     )
     one = (tmp_path / names[0]).stat().st_size
-    assert peak(tmp_path, *names, "--window", "1.0", "-o", "average.pt") < 2 * one
+    assert grown(*names, "--window", "1.0", "-o", "average.pt") < 2 * one
 
 
 def test_torch_files_that_cannot_be_averaged(tmp_path):

@@ -1,11 +1,11 @@
-"""`tailavg stream`, as a process: pipes and files, against averages from the model."""
+"""`tailavg stream`: pipes and files, against averages from the model."""
 
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, Growing
+from tests.support import processes
 from tests.support.streams import (
     COMMAND,
     NUMBERS,
@@ -119,12 +119,8 @@ def test_empty_lines_are_passed_over():
 
 
 def test_bytes_that_are_no_text_are_carried_through():
-    process = subprocess.run(
-        [*COMMAND, "-w", "2", "-c", "x", "--output", "csv"],
-        input=b"x,name\n1,caf\xe9\n",
-        capture_output=True,
-    )
-    assert process.stdout == b"x,name,x_average\n1,caf\xe9,1\n"
+    ended = run("-w", "2", "-c", "x", "--output", "csv", text=b"x,name\n1,caf\xe9\n")
+    assert ended.output == b"x,name,x_average\n1,caf\xe9,1\n"
 
 
 @pytest.mark.parametrize("options", [[], ["--method", "exponential"], ["--method", "exact"]])
@@ -151,35 +147,28 @@ def test_a_line_of_a_megabyte():
     assert len(told) < 300
 
 
+def shell(command):
+    """Run a command of the shell, in which `stream` is the command under test."""
+    stream = " ".join(f"'{word}'" for word in COMMAND)
+    return processes.run("bash", "-c", f'stream() {{ {stream} "$@"; }}; {command}', code=None)
+
+
 def test_a_closed_pipe():
-    command = " ".join(f"'{word}'" for word in COMMAND)
-    process = subprocess.run(
-        ["bash", "-c", f"yes 1.5 | {command} -w 3 | head -n 2; echo ${{PIPESTATUS[1]}}"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    process = shell("yes 1.5 | stream -w 3 | head -n 2; echo ${PIPESTATUS[1]}")
     assert process.stdout == "1.5\n1.5\n0\n"
     assert not process.stderr
 
 
-def test_closed_standard_streams():
-    command = " ".join(f"'{word}'" for word in COMMAND)
-    for closed, name in (("<&-", "standard input"), ("< /dev/null >&-", "standard output")):
-        process = subprocess.run(
-            ["bash", "-c", f"{command} -w 3 {closed}"], capture_output=True, text=True, timeout=60
-        )
-        assert process.returncode == 1
-        assert process.stderr == f"tailavg: {name}: Bad file descriptor\n"
+def test_a_closed_standard_input():
+    process = shell("stream -w 3 <&-")
+    assert process.returncode == 1
+    assert process.stderr == "tailavg: standard input: Bad file descriptor\n"
 
 
 def test_a_full_disk():
     with Path("/dev/full").open("wb") as full:
-        process = subprocess.run(
-            [*COMMAND, "-w", "3"], input=b"1\n", stdout=full, stderr=subprocess.PIPE
-        )
-    assert process.returncode == 1
-    assert process.stderr == b"tailavg: standard output: No space left on device\n"
+        ended = run("-w", "3", text="1\n", output=full, code=1)
+    assert ended.stderr == "tailavg: standard output: No space left on device\n"
 
 
 # Bad rows
@@ -217,15 +206,12 @@ def test_a_bad_row_stops_after_what_came_before(options, text, output, told):
 
 
 def test_bad_rows_are_skipped_and_counted():
-    process = run("-w", "2", "--skip-bad", text="a\n1\n3\nb\n5\nc\n")
-    assert process.returncode == 0
-    assert process.stdout == "1\n2\n4\n"
-    assert process.stderr == (
-        "tailavg: skipped 3 rows, the first is line 1: 'a': expected a number\n"
-    )
-    process = run("-w", "2", "--skip-bad", "-c", "x", text="x,y\n1,2\n3\n5,6\n")
-    assert process.stdout == "1\n3\n"
-    assert "skipped 1 row, the first is line 3: '3': expected 2 cells" in process.stderr
+    ended = run("-w", "2", "--skip-bad", text="a\n1\n3\nb\n5\nc\n")
+    assert ended.stdout == "1\n2\n4\n"
+    assert ended.told == "tailavg: skipped 3 rows, the first is line 1: 'a': expected a number"
+    ended = run("-w", "2", "--skip-bad", "-c", "x", text="x,y\n1,2\n3\n5,6\n")
+    assert ended.stdout == "1\n3\n"
+    assert "skipped 1 row, the first is line 3: '3': expected 2 cells" in ended.told
 
 
 def test_a_missing_column_names_those_there_are():

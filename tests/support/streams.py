@@ -1,72 +1,48 @@
-"""`tailavg stream` as a process, and what it is given."""
+"""`tailavg stream`: how to run it, and what it is given."""
 
 import json
 import math
 import os
 import re
 import subprocess
-import sys
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
 
 from tailavg import TailAverage
+from tests.support import commands
 from tests.support.model import weight_matrix
+from tests.support.processes import started
 
-COMMAND = [sys.executable, "-m", "tailavg", "stream"]
-ENVIRONMENT = os.environ | {"COLUMNS": "400"}
+COMMAND = [*commands.TAILAVG, "stream"]
+ENVIRONMENT = os.environ | commands.WIDE
 RANDOM = np.random.default_rng(5)
 NUMBERS = [f"{x:.4f}" for x in RANDOM.normal(3, 2, 300)]
 
-
-def run(*arguments, text=""):
-    data = text if isinstance(text, bytes) else text.encode()
-    process = subprocess.run(
-        [*COMMAND, *map(str, arguments)], input=data, capture_output=True, env=ENVIRONMENT
-    )
-    process.stdout, process.stderr = process.stdout.decode(), process.stderr.decode()
-    assert "Traceback" not in process.stderr
-    assert "Warning" not in process.stderr
-    return process
-
-
-def done(*arguments, text=""):
-    process = run(*arguments, text=text)
-    assert process.returncode == 0, process.stderr
-    assert not process.stderr
-    return process.stdout
-
-
-def failed(*arguments, text="", code=1):
-    process = run(*arguments, text=text)
-    assert process.returncode == code, process.stderr
-    return process.stdout, " ".join(process.stderr.replace("│", " ").split())
+# In this process, through a pipe: see tests/support/commands.py.
+run = partial(commands.run, "stream")
+done = partial(commands.done, "stream")
+failed = partial(commands.failed, "stream")
 
 
 class Live:
     """A process that is given a line at a time."""
 
     def __init__(self, *arguments, **options):
-        self.process = subprocess.Popen(
-            [*COMMAND, *map(str, arguments)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=ENVIRONMENT,
-            **options,
-        )
-        self.limit = threading.Timer(120, self.process.kill)  # a missing answer fails, not hangs
-        self.limit.start()
+        pipes = dict.fromkeys(["stdin", "stdout", "stderr"], subprocess.PIPE)
+        self._started = started(*COMMAND, *arguments, text=True, env=ENVIRONMENT, **pipes | options)
 
     def __enter__(self):
+        self.process = self._started.__enter__()
+        self._limit = threading.Timer(300, self.process.kill)  # a missing answer fails, not hangs
+        self._limit.start()
         return self
 
-    def __exit__(self, *_):
-        self.limit.cancel()
-        self.process.kill()
-        self.process.communicate()
+    def __exit__(self, *error):
+        self._limit.cancel()
+        self._started.__exit__(*error)
 
     def send(self, text):
         self.process.stdin.write(text)
@@ -80,8 +56,8 @@ class Live:
     def stop(self, number):
         """The exit code, the rest of the output and the messages after a signal."""
         self.process.send_signal(number)
-        code = self.process.wait(timeout=60)
-        return code, self.process.stdout.read(), self.process.stderr.read()
+        output, messages = self.process.communicate(timeout=300)
+        return self.process.returncode, output, messages
 
 
 def lines(texts):
@@ -100,14 +76,16 @@ def close(text, averages):
 
 def same_digits(text, other):
     """Whether two outputs are the same, but for a unit in the twelfth digit of finite numbers."""
+    if text == other:
+        return True
     assert text.count("\n") == other.count("\n")
-    cells = zip(re.split(r"([\s,:{}]+)", text), re.split(r"([\s,:{}]+)", other), strict=True)
-    for one, its in cells:
-        if one != its:
-            x, y = float(one), float(its)
-            assert math.isfinite(x - y), (one, its)
+    cells, others = (re.split(r"([\s,:{}]+)", output) for output in (text, other))
+    for cell, same in zip(cells, others, strict=True):
+        if cell != same:
+            x, y = float(cell), float(same)
+            assert math.isfinite(x - y), (cell, same)
             unit = 10.0 ** (math.floor(math.log10(max(abs(x), abs(y)))) - 11)
-            assert abs(x - y) < 1.5 * unit, (one, its)
+            assert abs(x - y) < 1.5 * unit, (cell, same)
     return True
 
 

@@ -136,6 +136,7 @@ def stream(
             _take(state, stack)
         signals.act(Act.stop)
         blocks = Blocks(file)
+        stack.callback(blocks.close)
         if state is not None:
             session.load(state)
         failure = _answer(session, blocks)
