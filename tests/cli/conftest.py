@@ -1,10 +1,21 @@
-"""With numba and without."""
+"""A folder to run commands in; and tests with numba and without."""
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from tailavg.cli import lines, loops
 from tailavg.numpy import compiling
 from tailavg.numpy import loops as scans
+
+
+@pytest.fixture
+def run_folder(tmp_path):
+    """Checkpoints that take a while to average, and numbers to draw."""
+    (tmp_path / "numbers.txt").write_text("1\n2\n3\n")
+    for step in range(4):
+        save_file({"x": np.full(3_000_000, step, np.float32)}, tmp_path / f"{step}.safetensors")
+    return tmp_path
 
 
 def install(monkeypatch, there, after=0):

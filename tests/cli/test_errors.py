@@ -2,25 +2,22 @@
 
 import json
 import os
-import subprocess
+from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from tests.support.commands import COMMANDS, PROFILE, TAILAVG, run_folder
+from tests.support import commands, processes
+from tests.support.commands import COMMANDS, PROFILE, TAILAVG
 from tests.support.streams import done, failed, lines, run
 
-__all__ = ["run_folder"]
 
-
-def tailavg(*arguments, to=None, folder=None, **environment):
-    """A command, with its standard output by a redirection of the shell."""
-    words = " ".join(f"'{word}'" for word in [*TAILAVG, *map(str, arguments)])
-    process = subprocess.run(
-        ["bash", "-c", f"{words} {to or ''}"],
-        capture_output=True,
-        env=os.environ | environment,
-        cwd=folder,
-        timeout=120,
+def tailavg(*arguments, to="", folder=None, **environment):
+    """A command as a process, with its standard streams redirected by the shell."""
+    words = " ".join(f"'{word}'" for word in [*TAILAVG, *arguments])
+    environment = os.environ | {"PYTHONUNBUFFERED": ""} | environment
+    process = processes.run(
+        "bash", "-c", f"{words} {to}", env=environment, cwd=folder, code=None, text=False
     )
     assert b"Traceback" not in process.stderr, process.stderr.decode()
     assert b"Exception ignored" not in process.stderr, process.stderr.decode()
@@ -32,13 +29,25 @@ def tailavg(*arguments, to=None, folder=None, **environment):
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name != "stream"])
 def test_a_full_disk(run_folder, name):
-    process = tailavg(*COMMANDS[name], to="> /dev/full", folder=run_folder)
+    with (
+        mock.patch("tailavg.experiments.report.write"),  # figures, which take long
+        Path("/dev/full").open("wb") as full,
+    ):
+        ended = commands.run(*COMMANDS[name], output=full, folder=run_folder, code=1)
+    assert ended.stderr == "tailavg: standard output: No space left on device\n"
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_of_a_process(unbuffered):
+    """Python, too, tries to write when it ends."""
+    process = tailavg("--version", to="> /dev/full", PYTHONUNBUFFERED=unbuffered)
     assert process.stderr == b"tailavg: standard output: No space left on device\n"
     assert process.returncode == 1
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", ["checkpoints", "reproduce", "stream", "version"])
 def test_a_closed_output(run_folder, name):
+    """Otherwise the next file that is opened would be the standard output."""
     process = tailavg(*COMMANDS[name], to=">&-", folder=run_folder)
     assert process.stderr == b"tailavg: standard output: Bad file descriptor\n"
     assert process.returncode == 1
@@ -51,16 +60,15 @@ def test_messages_that_cannot_be_written():
 
 @pytest.mark.parametrize("encoding", ["cp1252", "ascii"])
 def test_an_encoding_without_our_characters(encoding):
-    usual = tailavg(*PROFILE, PYTHONIOENCODING="utf-8").stdout.decode()
-    process = tailavg(*PROFILE, PYTHONIOENCODING=encoding)
-    assert process.returncode == 0
+    usual = commands.done(*PROFILE)
     assert "≈" in usual
-    found = process.stdout.decode(encoding)
-    assert found.split("method")[1].split() != []
-    assert [word for word in found.split() if "," in word][:9] == [
+    ended = commands.run(*PROFILE, encoding=encoding)
+    written = ended.output.decode(encoding)
+    assert written.split("method")[1].split() != []
+    assert [word for word in written.split() if "," in word][:9] == [
         word.replace("≈", "?") for word in usual.split() if "," in word
     ][:9]
-    assert not process.stderr
+    assert not ended.stderr
 
 
 def test_the_c_locale():
@@ -79,21 +87,14 @@ HALVES = r'{"k": "\ud800", "x": 1}' + "\n" + r'{"k": "\udfffa", "x": 3, "\udfff"
 def test_halves_of_characters(tmp_path, output, many):
     """JSON may have them, no encoding does."""
     options = ["-w", "2", "-f", "x", "--by", "k", "--output", output]
-    process = subprocess.run(
-        [*TAILAVG, "stream", *options, "--state", tmp_path / "state"],
-        input=(HALVES * many).encode(),
-        capture_output=True,
-    )
-    assert process.returncode == 0
-    assert not process.stderr
-    assert process.stdout.count(b"\n") == 2 * many + (output == "csv")
+    options += ["--state", tmp_path / "state"]
+    text = done(*options, text=HALVES * many)
+    assert text.count("\n") == 2 * many + (output == "csv")
     if output == "jsonl":
-        rows = [json.loads(row) for row in process.stdout.splitlines()]
-        assert rows[0] == {"k": "\ud800", "x": 1, "x_average": 1}
+        assert json.loads(text.splitlines()[0]) == {"k": "\ud800", "x": 1, "x_average": 1}
     else:
-        assert rb"\ud800" in process.stdout
-    process = run(*options, "--state", tmp_path / "state", text=HALVES)
-    assert process.returncode == 0
+        assert r"\ud800" in text
+    done(*options, text=HALVES)
 
 
 def test_half_a_character_in_an_error():
@@ -131,8 +132,7 @@ def test_numbers_out_of_range(options):
 def test_extreme_windows(window):
     """Each is a window, or a wrong command line."""
     for options in ([], ["--at-most", "7"]):
-        process = run("-w", window, *options, text=lines(range(40)))
-        assert process.returncode in (0, 2)
+        assert run("-w", window, *options, text=lines(range(40)), code=None).code in (0, 2)
 
 
 def test_the_largest_every():

@@ -153,9 +153,9 @@ def _standard_streams(
     os.close(reader)
     try:
         with (
-            open(0, encoding=encoding, closefd=False) as stdin,  # noqa: PTH123
-            open(1, "w", encoding=encoding, closefd=False) as stdout,  # noqa: PTH123
-            open(2, "w", 1, encoding, "backslashreplace", closefd=False) as stderr,  # noqa: PTH123
+            open(0, encoding=encoding, closefd=False) as stdin,
+            open(1, "w", encoding=encoding, closefd=False) as stdout,
+            open(2, "w", 1, encoding, "backslashreplace", closefd=False) as stderr,
             mock.patch.multiple(sys, stdin=stdin, stdout=stdout, stderr=stderr),
         ):
             yield

@@ -76,6 +76,8 @@ def _outcome(do: Callable[[], None]) -> int:
         return 0
     except OSError as error:
         say(f"{error.filename or 'standard output'}: {error.strerror or error}")
+        if error.filename is None:
+            _discard(1)
     except MemoryError:
         say("expected enough memory for this, got too little")
     except Exception as error:
@@ -102,6 +104,11 @@ def _flush() -> None:
         try:
             if file is not None:
                 file.flush()
-        except BaseException:  # what is left goes nowhere, or Python would try again
-            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+        except BaseException:
+            _discard(number)
             raise
+
+
+def _discard(number: int) -> None:
+    """Let what is left in a buffer go nowhere, or Python would try to write it again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), number)
