@@ -1,4 +1,4 @@
-"""Interrupts and kills at every opcode: what Ctrl-C, a signal or a power cut may do to a call."""
+"""Interrupt or kill a call at any of its opcodes, as Ctrl-C, a signal or a power cut may do."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from types import FrameType
 from typing import Any
 
 import tailavg
+from tests.support import effort
 
-SHORT = int(os.environ.get("TAILAVG_INTERRUPTS", "400"))  # with 100000 it takes minutes
+SHORT = effort.some(400, 100_000)  # `make test-all` interrupts long calls at every opcode, too
 OURS = str(Path(tailavg.__file__).parent)
 
 
@@ -21,21 +22,17 @@ class Interrupt(BaseException):
     """Raised in the middle of a call."""
 
 
-def opcodes(call: Callable[[], Any]) -> int:
-    """How many opcodes of ours a call runs."""
-    return _traced(call, -1)[0]
-
-
 def interrupted(
     make: Callable[[], Any], call: Callable[[Any], Any], short: int = SHORT, some: int = 50
 ) -> Iterator[tuple[int, Any]]:
-    """Call on something new, interrupted here or there: yields where, and what is left of it.
+    """Interrupt calls on new objects. Yield each opcode and the object that its interrupt left.
 
-    A short call is interrupted before each of its opcodes, a longer one before some, evenly spread.
+    A call of at most `short` opcodes is interrupted before every one of them. A longer one is
+    interrupted before at most `some`, evenly spread.
     """
-    call(make())  # fills what is cached
+    call(make())  # fills caches
     subject = make()
-    total = opcodes(lambda: call(subject))
+    total, _ = _traced(lambda: call(subject), -1)
     for at in range(0, total, 1 if total <= short else -(-total // some)):
         subject = make()
         _, early = _traced(lambda subject=subject: call(subject), at)
@@ -44,37 +41,37 @@ def interrupted(
 
 
 def killed(call: Callable[[], Any], at: int) -> bool:
-    """Kill a process before an opcode of a call; False if the call ended before that."""
+    """Kill a process before an opcode of a call. Return False if the call ended before it."""
 
     def kill() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
+    return _in_child(lambda: _traced(call, at, kill)) == signal.SIGKILL
+
+
+def opcodes(call: Callable[[], Any]) -> int:
+    """Count the opcodes of a call, in a process of its own."""
+    reader, writer = os.pipe()
+    _in_child(lambda: os.write(writer, b"%d" % _traced(call, -1)[0]))
+    os.close(writer)
+    with os.fdopen(reader) as told:
+        return int(told.read())
+
+
+def _in_child(call: Callable[[], Any]) -> int:
     child = os.fork()
     if not child:
         code = 1
         try:
-            _traced(call, at, kill)
+            call()
             code = 0
         except BaseException:
             traceback.print_exc()
         finally:
             os._exit(code)
     _, status = os.waitpid(child, 0)
-    assert status in (0, signal.SIGKILL), status
-    return status != 0
-
-
-def kills(call: Callable[[], Any], most: int, among: int | None = None) -> Iterator[int]:
-    """Kill a process at evenly spaced opcodes of a call, or of the last ones `among` them."""
-    reader, writer = os.pipe()
-    assert not killed(lambda: os.write(writer, b"%d" % opcodes(call)), -1)
-    os.close(writer)
-    with os.fdopen(reader) as told:
-        total = int(told.read())
-    span = min(total, among or total)
-    for at in range(total - 1, total - 1 - span, -max(1, -(-span // most))):
-        assert killed(call, at)
-        yield at
+    assert status in (0, signal.SIGKILL), f"the child ended with status {status}"
+    return status
 
 
 def _raise() -> None:

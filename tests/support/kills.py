@@ -1,12 +1,15 @@
-"""Kill processes at any opcode of a write: `python -m tests.support.kills save folder`.
+"""Kill processes at any opcode of a write: `python -m tests.support.kills FOLDER WRITE...`.
 
-A process of its own, since children of one that has threads may hang.
+It prints a JSON object: the traceback of each write that was not as it should be, or "". It is a
+process of its own, since children of a process with threads may hang.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -24,24 +27,49 @@ from tailavg.checkpoints import average_checkpoints
 from tailavg.cli import app
 from tailavg.core.rules import ExactWindow
 from tailavg.torch import ParameterAverage
-from tests.support.interrupts import killed, kills
+from tests.support.effort import some
+from tests.support.interrupts import killed, opcodes
+
+KILLS = some(10, 300)  # of each write
 
 
-def check(write: Callable[[], Any], path: Path, most: int = 100, among: int | None = None) -> None:
-    """Kill processes that replace a file or a folder with another."""
+def check(write: Callable[[], Any], path: Path, among: int | None = None) -> None:
+    """Kill processes that replace a file or a folder with another.
+
+    They die at evenly spaced opcodes (of the last `among`, if given), and then ever closer to the
+    opcode with which the old contents become the new ones.
+    """
     old = contents(path)
     assert not killed(write, at=-1)
     new = contents(path)
     assert new != old
-    left, found = 0, set()
     put(path, old)
-    for _ in kills(write, most, among):
-        assert contents(path) in (old, new)
-        found.add(contents(path) == new)
-        left = max(left, len(temporary(path)))
+    total = opcodes(write)
+
+    def replaced(at: int) -> bool:
         put(path, old)
-    assert found == {False, True}
-    assert 0 < left <= 1  # the next one removed it
+        assert killed(write, at), f"{total} opcodes before, fewer than {at} now"
+        now = contents(path)
+        assert now in (old, new), f"killed at opcode {at}"
+        assert len(temporary(path)) <= 1, f"killed at opcode {at}"
+        return now == new
+
+    def replaced_alone(at: int) -> bool:
+        for leftover in temporary(path):
+            put(leftover, None)
+        return replaced(at)
+
+    first = total - min(total, among or total)
+    outcomes = {at: replaced_alone(at) for at in np.linspace(first, total - 1, KILLS, dtype=int)}
+    assert set(outcomes.values()) == {False, True}, outcomes
+    after = min(at for at in outcomes if outcomes[at])
+    before = max(at for at in outcomes if at < after)
+    while after - before > 1:
+        middle = (before + after) // 2
+        before, after = (before, middle) if replaced_alone(middle) else (middle, after)
+    assert not replaced_alone(before)
+    assert temporary(path)
+    replaced(before)  # it removes what the one before left, as does one that is not killed
     assert not killed(write, at=-1)
     assert contents(path) == new
     assert not temporary(path)
@@ -54,19 +82,20 @@ def contents(path: Path) -> Any:
 
 
 def put(path: Path, data: Any) -> None:
-    """Write a file, or a folder of files; None stands for nothing there."""
+    """Write a file, or a folder of files, in place of what is there; None writes nothing."""
     if path.is_dir():
         rmtree(path)
+    path.unlink(missing_ok=True)
     if isinstance(data, bytes):
         path.write_bytes(data)
     elif data is not None:
         path.mkdir()
-        for name, its in data.items():
-            (path / name).write_bytes(its)
+        for name, content in data.items():
+            (path / name).write_bytes(content)
 
 
 def temporary(path: Path) -> list[Path]:
-    return [found for found in path.parent.iterdir() if found.name.endswith(".tailavg")]
+    return [file for file in path.parent.iterdir() if file.name.endswith(".tailavg")]
 
 
 def save(tmp_path: Path) -> None:
@@ -96,7 +125,7 @@ def save_averaged(tmp_path: Path) -> None:
 
 
 def save_folder(tmp_path: Path) -> None:
-    """One that is replaced, and one that is new."""
+    """Replace a folder, and make a new one."""
     path, model = tmp_path / "state", torch.nn.Linear(3, 2)
     average = ParameterAverage(model, AnyTail(6), offload=tmp_path / "cold")
     for step in range(60):
@@ -104,9 +133,9 @@ def save_folder(tmp_path: Path) -> None:
         average.update()
         if step == 50:
             average.save(path)
-    check(lambda: average.save(path), path, most=300)
+    check(lambda: average.save(path), path)
     put(path, None)
-    check(lambda: average.save(path), path, most=200)
+    check(lambda: average.save(path), path)
 
 
 def checkpoints(tmp_path: Path, suffix: str = ".safetensors") -> None:
@@ -120,7 +149,7 @@ def checkpoints(tmp_path: Path, suffix: str = ".safetensors") -> None:
             save_file(state, file)
     path = tmp_path / f"average{suffix}"
     average_checkpoints(files, {path: ExactWindow(1)})
-    check(lambda: average_checkpoints(files, {path: ExactWindow(3)}), path, most=60)
+    check(lambda: average_checkpoints(files, {path: ExactWindow(3)}), path)
 
 
 def torch_checkpoints(tmp_path: Path) -> None:
@@ -151,7 +180,7 @@ def check_folder(path: Path, folders: list[Path]) -> None:
         rmtree(path, ignore_errors=True)
         average_checkpoints(folders, {path: ExactWindow(3)})
 
-    check(write, path, most=60)
+    check(write, path)
 
 
 def stream(tmp_path: Path) -> None:
@@ -163,7 +192,7 @@ def stream(tmp_path: Path) -> None:
         app(["stream", str(numbers), "--window", "2", "--state", str(path)], standalone_mode=False)
 
     assert not killed(run, at=-1)
-    check(run, path, most=30, among=1500)  # the state is written last
+    check(run, path, among=1500)  # the state is written last
 
 
 WRITES = {
@@ -181,5 +210,17 @@ WRITES = {
     )
 }
 
+
+def main(folder: Path, *names: str) -> None:
+    tracebacks = dict.fromkeys(names, "")
+    for name in names:
+        (folder / name).mkdir()
+        try:
+            WRITES[name](folder / name)
+        except Exception:
+            tracebacks[name] = traceback.format_exc()
+    sys.stdout.write(json.dumps(tracebacks))
+
+
 if __name__ == "__main__":
-    WRITES[sys.argv[1]](Path(sys.argv[2]))
+    main(Path(sys.argv[1]), *sys.argv[2:])
