@@ -1,19 +1,15 @@
 """The example runs, in its reduced form, and shows what it claims to show."""
 
 import re
-import subprocess
-import sys
 
-from tests.support.paths import EXAMPLES
+from tests.support.programs import example
 
 
 def test_digits():
-    script = EXAMPLES / "lightning_digits.py"
-    run = subprocess.run([sys.executable, script, "--quick"], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.startswith("500 steps; test loss of\n")
-    found = re.findall(r"^(.*?) +([\d.]+)$", run.stdout, re.MULTILINE)
-    losses = {name: float(value) for name, value in found}
+    printed = example("lightning_digits.py", "--quick")
+    assert printed.startswith("500 steps; test loss of\n")
+    table = re.findall(r"^(.*?) +([\d.]+)$", printed, re.MULTILINE)
+    losses = {name: float(value) for name, value in table}
     *averages, last = losses.values()
     assert next(iter(losses)) == "the last quarter"
     assert list(losses)[-1] == "training weights"

@@ -10,6 +10,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from tailavg import AnyTail
 from tailavg.lightning import TailAveraging
+from tests.support.effort import some
 from tests.support.interrupts import interrupted
 from tests.support.lightning_training import (
     STEPS,
@@ -178,7 +179,7 @@ class Stopped:
         self.trainer = SimpleNamespace(strategy=strategy, optimizers=[optimizer], state=state)
         for hook in ("setup", "on_fit_start"):
             self.call(hook, *(["fit"] if hook == "setup" else []))
-        for batch in Batches():
+        for batch in Batches(steps=3):
             self.module._loss(batch).backward()
             optimizer.step()
         self.last = bits(self.module)
@@ -204,10 +205,10 @@ def save_in_validation(run):
     "call", [validate, save_in_validation, lambda run: run.call("on_train_end")]
 )
 def test_an_interrupt_at_any_instruction(call):
-    some = 0
-    for at, run in interrupted(Stopped, call, short=100, some=100):
-        some += 1
+    places = 0
+    for at, run in interrupted(Stopped, call, short=20, some=some(40, 400)):
+        places += 1
         run.call("on_exception", KeyboardInterrupt())
         assert bits(run.module) == run.last, at
         assert not run.callback.average.swapped
-    assert some > 20
+    assert places > 20

@@ -39,6 +39,12 @@ def leaves(tree, path: str = "") -> dict[str, object]:
     return {path: tree}
 
 
+def everything(module, callback) -> tuple:
+    """All that a run leaves behind, to the bit: the weights, the average, the optimizer."""
+    optimizer = module.optimizers().optimizer.state_dict()
+    return bits(module), leaves(callback.average.state_dict()), leaves(optimizer)
+
+
 class Batches:
     """A loader that can be resumed in the middle of an epoch; each epoch has other batches."""
 

@@ -1,13 +1,16 @@
-"""Programs in the pages of docs/: run as they are printed, in order, in one namespace."""
+"""The programs of the pages and the examples, run as they are printed."""
 
 import contextlib
 import io
 import re
+import runpy
+import sys
 import textwrap
-from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
-DOCS = Path(__file__).parents[2] / "docs"
+from tests.support.paths import DOCS, EXAMPLES
+
 BLOCK = re.compile(r"^( *)```(\w+)([^\n]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 
 
@@ -21,7 +24,7 @@ class Block(NamedTuple):
 
 
 def blocks(page):
-    """All fenced blocks of a page."""
+    """Return all fenced blocks of a page."""
     text = (DOCS / page).read_text(encoding="utf-8")
     found, last = [], 0
     for match in BLOCK.finditer(text):
@@ -36,4 +39,13 @@ def run(code, names, where):
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(compile(code, where, "exec"), names)
+    return printed.getvalue()
+
+
+def example(name, *arguments):
+    """Run a program of examples/ in this process, and return what it prints."""
+    printed = io.StringIO()
+    words = [name, *map(str, arguments)]
+    with mock.patch.object(sys, "argv", words), contextlib.redirect_stdout(printed):
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     return printed.getvalue()
