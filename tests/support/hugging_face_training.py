@@ -18,6 +18,7 @@ with warnings.catch_warnings():
         TrainingArguments,
     )
 
+    from tailavg import AnyTail, Decay
     from tailavg.core.state import read
     from tailavg.transformers import TailAverageCallback, TailAverageTrainer
 
@@ -102,6 +103,22 @@ def make(kind, model, args, tail_average, *, callbacks=(), **options):
     trainer = Trainer(args=args, callbacks=callbacks, **options)
     trainer.add_callback(callback)
     return trainer
+
+
+RESUMED_RULE = {"rule": AnyTail(6), "window": Decay(0.4, "1-sqrt"), "update_every": 2}
+
+
+def resumable(kind, folder, callbacks=(), seed=0, tail_average=RESUMED_RULE, **options):
+    """A Trainer that saves every fourth step, and evaluates two datasets every other step."""
+    args = {"save_strategy": "steps", "save_steps": 4, "eval_strategy": "steps", "eval_steps": 2}
+    return make(
+        kind,
+        tiny(seed),
+        arguments(folder, gradient_accumulation_steps=2, **args | options),
+        tail_average,
+        callbacks=callbacks,
+        eval_dataset={"one": tokens(8, 2), "two": tokens(8, 3)},
+    )
 
 
 KINDS = ("trainer", "callback", "added callback")

@@ -1,57 +1,16 @@
-"""Resumed runs, of processes that were killed too, are the unbroken one to the bit."""
+"""Resumed runs are the unbroken one to the bit."""
 
-import os
 import shutil
-import signal
-import sys
 
 import pytest
-import torch
 
-from tailavg import AnyTail, Decay
-from tests.support.hugging_face_training import (
-    KINDS,
-    TrainerCallback,
-    arguments,
-    left,
-    make,
-    tiny,
-    tokens,
-)
-from tests.support.torch_processes import exit_code
-
-OPTIONS = {"rule": AnyTail(6), "window": Decay(0.4, "1-sqrt"), "update_every": 2}
-
-
-class Death(TrainerCallback):
-    """Of the process, without warning."""
-
-    def on_step_end(self, args, state, control, **_):
-        if state.global_step == 9:  # the last checkpoint is of step 8
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def trainer(kind, folder, callbacks=(), seed=0, tail_average=OPTIONS, **options):
-    args = {"save_strategy": "steps", "save_steps": 4, "eval_strategy": "steps", "eval_steps": 2}
-    return make(
-        kind,
-        tiny(seed),
-        arguments(folder, gradient_accumulation_steps=2, **args | options),
-        tail_average,
-        callbacks=callbacks,
-        eval_dataset={"one": tokens(8, 2), "two": tokens(8, 3)},
-    )
-
-
-def dies(kind, folder):
-    torch.set_num_threads(1)
-    trainer(kind, folder, [Death()]).train()
+from tests.support.hugging_face_training import KINDS, RESUMED_RULE, left, resumable
 
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
     folder = tmp_path_factory.mktemp("unbroken")
-    whole = trainer("trainer", folder)
+    whole = resumable("trainer", folder)
     whole.train()
     whole.save_model(str(folder / "export"))
     return folder, [log for log in whole.state.log_history if "eval_one_loss" in log]
@@ -61,13 +20,14 @@ def losses(logs):
     return [value for log in logs for name, value in log.items() if name.endswith("_loss")]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("offload", [None, "files"])
+@pytest.mark.parametrize(
+    ("kind", "offload"), list(zip(KINDS, [None, "files", None], strict=True)), ids=KINDS
+)
 def test_from_any_folder(kind, offload, unbroken, tmp_path):
     folder, logs = unbroken
     shutil.copytree(folder / "checkpoint-8", tmp_path / "from")
-    options = OPTIONS | {"offload": offload and str(tmp_path / "means")}
-    resumed = trainer(kind, tmp_path / "to", seed=5, tail_average=options)
+    options = RESUMED_RULE | {"offload": offload and str(tmp_path / "means")}
+    resumed = resumable(kind, tmp_path / "to", seed=5, tail_average=options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "from"))
     assert resumed.tail_average.count == 6
     resumed.save_model(str(tmp_path / "to" / "export"))
@@ -81,7 +41,7 @@ def test_from_any_folder(kind, offload, unbroken, tmp_path):
 
 
 def test_after_an_exception_in_an_evaluation(unbroken, tmp_path):
-    run, fails = trainer("trainer", tmp_path), iter([False] * 5 + [True])
+    run, fails = resumable("trainer", tmp_path), iter([False] * 5 + [True])
     handle = run.model.register_forward_pre_hook(
         lambda model, _: None if model.training or not next(fails, False) else 1 / 0
     )
@@ -94,23 +54,8 @@ def test_after_an_exception_in_an_evaluation(unbroken, tmp_path):
     assert left(tmp_path) == left(unbroken[0])
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="no SIGKILL")
-def test_a_killed_process(unbroken, tmp_path):
-    assert exit_code(dies, "added callback", tmp_path, seconds=300) == -signal.SIGKILL
-    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [
-        *("checkpoint-4", "checkpoint-8")
-    ]
-    resumed = trainer("added callback", tmp_path, seed=5)
-    resumed.train(resume_from_checkpoint=True)
-    resumed.save_model(str(tmp_path / "export"))
-    folder, _ = unbroken
-    expected, found = left(folder), left(tmp_path)
-    assert expected.keys() == found.keys()
-    assert [name for name in expected if expected[name] != found[name]] == []
-
-
 def test_the_average_is_in_a_checkpoint_before_all_else(tmp_path):
-    stopped = trainer("trainer", tmp_path)
+    stopped = resumable("trainer", tmp_path)
     stopped.model.save_pretrained = lambda *_, **__: 1 / 0
     with pytest.raises(ZeroDivisionError):
         stopped.train()
@@ -118,10 +63,10 @@ def test_the_average_is_in_a_checkpoint_before_all_else(tmp_path):
 
 
 def test_a_checkpoint_without_an_average(tmp_path, caplog):
-    run = trainer("trainer", tmp_path, max_steps=4)
+    run = resumable("trainer", tmp_path, max_steps=4)
     run.train()
     shutil.rmtree(tmp_path / "checkpoint-4" / "tail_average")
-    run = trainer("trainer", tmp_path, max_steps=8)
+    run = resumable("trainer", tmp_path, max_steps=8)
     run.train(resume_from_checkpoint=True)
     assert "no average there, so averaging starts here" in caplog.text
     assert run.tail_average.count == 2
@@ -133,11 +78,11 @@ def test_a_checkpoint_without_an_average(tmp_path, caplog):
 
 
 def test_a_damaged_or_a_different_average(tmp_path):
-    trainer("trainer", tmp_path, max_steps=4).train()
-    other = trainer("trainer", tmp_path, tail_average=0.5)
+    resumable("trainer", tmp_path, max_steps=4).train()
+    other = resumable("trainer", tmp_path, tail_average=0.5)
     with pytest.raises(ValueError, match="AnyTail"):
         other.train(resume_from_checkpoint=True)
     path = tmp_path / "checkpoint-4" / "tail_average" / "open.safetensors"
     path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(ValueError, match=r"open\.safetensors"):
-        trainer("trainer", tmp_path).train(resume_from_checkpoint=True)
+        resumable("trainer", tmp_path).train(resume_from_checkpoint=True)
