@@ -1,19 +1,13 @@
 """Callbacks that save see what was validated; a killed run goes on, bit for bit."""
 
 import json
-import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
-import torch
 
 from tailavg import AnytimeWindow
 from tailavg.keras import TailAverage
-from tailavg.torch import ParameterAverage
 from tests.support.keras_training import (
     BATCHES,
     EPOCHS,
@@ -114,16 +108,17 @@ def test_a_broken_run_goes_on_to_the_bit(tmp_path, unbroken, event, swap, backup
     assert left == ["iteration-48", "iteration-64"]
 
 
-def test_a_killed_run_goes_on_to_the_bit(tmp_path, unbroken):
-    script = Path(callbacks.__code__.co_filename)
-    killed = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    made, resumed = model(norm=True), callbacks(tmp_path)
+def test_a_killed_run_goes_on_to_the_bit(fresh_process, unbroken):
+    made, resumed = model(norm=True), callbacks(fresh_process.folder / "killed")
     fit(made, *resumed, epochs=EPOCHS)
     assert equal(everything(made, resumed[0]), unbroken)
 
 
 def test_the_state_is_that_of_every_framework(tmp_path):
+    import torch
+
+    from tailavg.torch import ParameterAverage
+
     made, tail = model(), TailAverage(AnytimeWindow(0.4), path=tmp_path)
     fit(made, tail, epochs=2)
     (folder,) = tmp_path.glob("iteration-32")

@@ -14,9 +14,7 @@ WARNINGS = [  # Lightning's own
 
 
 def pytest_collection_modifyitems(items):
-    """Run these tests in one process, which imports Lightning once; let Lightning warn."""
     for item in items:
         if FOLDER in Path(item.path).parents:
-            item.add_marker(pytest.mark.xdist_group("lightning"))
             for warning in WARNINGS:
                 item.add_marker(pytest.mark.filterwarnings(warning), append=False)
