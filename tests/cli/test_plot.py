@@ -1,4 +1,4 @@
-"""`tailavg plot`, as a process: what it draws is what the averages are."""
+"""`tailavg plot`: what it draws is what the averages are."""
 
 import base64
 import json
@@ -8,42 +8,32 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
 
 from tailavg import AnytimeWindow, Exponential, Growing, TailAverage
+from tests.support import commands
+from tests.support.commands import TAILAVG
+from tests.support.processes import python, started
 
-TAILAVG = [sys.executable, "-m", "tailavg", "plot"]
-ENV = os.environ | {"PYTHONIOENCODING": "utf-8", "COLUMNS": "100", "LINES": "40", "NO_COLOR": "1"}
+PLOT = [*TAILAVG, "plot"]
+SCREEN = {"COLUMNS": "100", "LINES": "40", "NO_COLOR": "1"}
 
-
-def run(*arguments, folder, given=None):
-    return subprocess.run(
-        [*TAILAVG, *arguments],
-        cwd=folder,
-        input=given,
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        env=ENV,
-        timeout=60,
-    )
+run = partial(commands.run, "plot", **SCREEN)
+drawn = partial(commands.done, "plot", **SCREEN)
 
 
-def drawn(*arguments, folder, given=None):
-    process = run(*arguments, folder=folder, given=given)
-    assert process.returncode == 0, process.stderr
-    return process.stdout
-
-
-def page(folder, *arguments, given=None):
+def page(folder, *arguments, text=""):
     """The curves in a page, by panel and name: their points."""
-    drawn(*arguments, "-o", "page.html", folder=folder, given=given)
-    text = (folder / "page.html").read_text(encoding="utf-8")
-    assert not re.search(r"(src|href)=\"(?!data:)", text), "nothing is fetched"
-    data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
+    drawn(*arguments, "-o", "page.html", folder=folder, text=text)
+    html = (folder / "page.html").read_text(encoding="utf-8")
+    assert not re.search(r"(src|href)=\"(?!data:)", html), "nothing is fetched"
+    data = json.loads(re.search(r'id="data">(.*?)</script>', html, re.DOTALL)[1])
 
     def unpacked(packed):
         return np.frombuffer(base64.b64decode(packed), "<f8")
@@ -144,7 +134,7 @@ def test_groups_are_runs(runs, tmp_path):
     folder, samples = runs
     with (folder / "both.jsonl").open() as file:
         given = file.read()
-    lines = page(tmp_path, "-f", "loss", "--by", "run", "--x", "step", given=given)["loss"]
+    lines = page(tmp_path, "-f", "loss", "--by", "run", "--x", "step", text=given)["loss"]
     for name in "ab":
         curve = TailAverage(AnytimeWindow(0.1, 12)).scan(samples[name][:, 0])
         check(lines[name], np.arange(10.0, 9010.0, 10), curve)
@@ -161,46 +151,45 @@ def test_draws_after_some_rows_what_was_averaged_of_all(runs, tmp_path):
 def test_output_of_stream_can_be_drawn(runs, tmp_path):
     """Its columns have the names that averages would get."""
     folder, _ = runs
-    command = [
-        sys.executable,
-        "-m",
-        "tailavg",
-        "stream",
-        "-w",
-        "9",
-        "-c",
-        "loss",
-        "--output",
-        "csv",
-    ]
-    averaged = subprocess.run([*command, folder / "a.csv"], capture_output=True, text=True).stdout
-    assert list(page(tmp_path, "-c", "loss", "-c", "loss_average", given=averaged)) == [
+    options = ["-w", "9", "-c", "loss", "--output", "csv"]
+    averaged = commands.done("stream", *options, folder / "a.csv")
+    assert list(page(tmp_path, "-c", "loss", "-c", "loss_average", text=averaged)) == [
         "loss",
         "loss_average",
     ]
 
 
-@pytest.mark.parametrize("kind", ["svg", "png", "pdf", "html"])
-def test_files_are_the_same_every_time(runs, tmp_path, kind):
-    folder, _ = runs
-    options = [folder / "a.csv", "-c", "loss", "--log-x", "--log-y", "--title", "a <run> & more"]
-    texts = []
-    for name in ("one", "two"):
-        drawn(*options, "-o", f"{name}.{kind}", folder=tmp_path)
-        texts.append((tmp_path / f"{name}.{kind}").read_bytes())
-    assert texts[0] == texts[1]
-    begins = {"svg": b"<?xml", "png": b"\x89PNG", "pdf": b"%PDF", "html": b"<!doctype html>"}
-    assert texts[0].startswith(begins[kind])
+KINDS = {"svg": b"<?xml", "png": b"\x89PNG", "pdf": b"%PDF", "html": b"<!doctype html>"}
+TITLED = ["-c", "loss", "--log-x", "--log-y", "--title", "a <run> & more"]
+DRAW = "import sys; from tailavg.cli import app\n"
+DRAW += "for kind in sys.argv[1].split(): "
+DRAW += "app(['plot', *sys.argv[2:], '-o', f'again.{kind}'], standalone_mode=False)"
+
+
+@pytest.fixture(scope="module")
+def drawn_again(runs, tmp_path_factory):
+    """A picture of each kind, from another process: its hashes and the time are others."""
+    folder = tmp_path_factory.mktemp("again")
+    python("-c", DRAW, " ".join(KINDS), runs[0] / "a.csv", *TITLED, cwd=folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_files_are_the_same_every_time(runs, tmp_path, drawn_again, kind):
+    drawn(runs[0] / "a.csv", *TITLED, "-o", f"x.{kind}", folder=tmp_path)
+    (path,) = tmp_path.iterdir()
+    content = path.read_bytes()
+    assert content == (drawn_again / f"again.{kind}").read_bytes()
+    assert content.startswith(KINDS[kind])
     if kind == "svg":
-        ET.fromstring(texts[0])
+        ET.fromstring(content)
     if kind == "html":
-        assert b"<h1>a &lt;run&gt; &amp; more</h1>" in texts[0]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"one.{kind}", f"two.{kind}"]
+        assert b"<h1>a &lt;run&gt; &amp; more</h1>" in content
 
 
 def test_a_name_cannot_end_the_script(tmp_path):
     given = "</script><b>\n" + "1\n2\n"
-    panels = page(tmp_path, "-c", "</script><b>", given=given)
+    panels = page(tmp_path, "-c", "</script><b>", text=given)
     assert list(panels) == ["</script><b>"]
 
 
@@ -223,7 +212,7 @@ def test_terminal_shows_the_curve(tmp_path):
     """Of a parabola, each sample has a dot where it should be, and dots are on the curve only."""
     xs = np.arange(1, 301)
     given = "".join(f"{x * x}\n" for x in xs.tolist())
-    text = drawn("-w", "1", "--no-raw", given=given, folder=tmp_path)
+    text = drawn("-w", "1", "--no-raw", text=given, folder=tmp_path)
     assert {len(line) for line in text.split("\n") if "│" in line or "┤" in line} == {100}
     dots = braille(text)
     width, height = (max(places) + 1 for places in zip(*dots, strict=True))
@@ -240,10 +229,7 @@ def test_terminal_shows_the_curve(tmp_path):
 
 def test_terminal_without_unicode(runs, tmp_path):
     folder, _ = runs
-    command = [*TAILAVG, folder / "loss.txt"]
-    shown = subprocess.run(command, env=ENV | {"PYTHONIOENCODING": "ascii"}, capture_output=True)
-    text = shown.stdout.decode("ascii")
-    assert shown.returncode == 0
+    text = run(folder / "loss.txt", encoding="ascii").output.decode("ascii")
     assert "*" in text
     assert "." in text
     assert "?" not in text
@@ -251,13 +237,13 @@ def test_terminal_without_unicode(runs, tmp_path):
 
 def test_values_that_cannot_be_drawn_are_gaps(tmp_path):
     given = "1\nnan\n3\ninf\n5\n-5\n"
-    text = drawn("-w", "1", "--log-y", given=given, folder=tmp_path)
+    text = drawn("-w", "1", "--log-y", text=given, folder=tmp_path)
     assert "the last 1 -5" in text
     for kind in ("svg", "html"):
-        drawn("-w", "2", "--log-y", "-o", f"x.{kind}", given=given, folder=tmp_path)
-    assert "the last 1 nan" in drawn("-w", "1", given="1\nnan\n", folder=tmp_path)
-    assert "the last 1 7" in drawn("-w", "1", given="7\n", folder=tmp_path)
-    assert "the last 1 7" in drawn("-w", "1", "--log-x", "--log-y", given="7\n7\n", folder=tmp_path)
+        drawn("-w", "2", "--log-y", "-o", f"x.{kind}", text=given, folder=tmp_path)
+    assert "the last 1 nan" in drawn("-w", "1", text="1\nnan\n", folder=tmp_path)
+    assert "the last 1 7" in drawn("-w", "1", text="7\n", folder=tmp_path)
+    assert "the last 1 7" in drawn("-w", "1", "--log-x", "--log-y", text="7\n7\n", folder=tmp_path)
 
 
 @pytest.mark.parametrize("writer", ["torch", "tensorboard"])
@@ -282,10 +268,9 @@ def test_event_files(tmp_path, writer):
         raw, line = page(tmp_path, given, "-c", "train/loss", "-w", "5")["train/loss"].values()
         check(raw, np.arange(0.0, 500.0, 10), values)
         check(line, np.arange(0.0, 500.0, 10), TailAverage(AnytimeWindow(5, 12)).scan(values))
-    failed = run(file, "-c", "loss", folder=tmp_path)
-    assert failed.returncode == 1
-    assert "no tag 'loss'; there are: train/loss" in failed.stderr
-    assert run(file, folder=tmp_path).returncode == 2
+    _, told = commands.failed("plot", file, "-c", "loss")
+    assert "no tag 'loss'; there are: train/loss" in told
+    commands.failed("plot", file, code=2)
 
 
 @pytest.mark.parametrize(
@@ -322,52 +307,37 @@ def test_event_files(tmp_path, writer):
 )
 def test_errors(tmp_path, arguments, given, code, told):
     (tmp_path / "folder").mkdir()
-    process = run(*arguments, folder=tmp_path, given=given)
-    assert process.returncode == code, process.stderr
-    assert told in re.sub(r"[\s│]+", " ", process.stderr)
-    assert "Traceback" not in process.stderr
+    _, said = commands.failed("plot", *arguments, folder=tmp_path, text=given, code=code)
+    assert told in said
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
-@pytest.mark.parametrize("name", ["x.doc", "no/x.svg", "no/x.html"])
-def test_what_cannot_be_drawn_is_said_before_reading(tmp_path, name):
-    command = [*TAILAVG, "-o", name]
-    process = subprocess.Popen(
-        command, cwd=tmp_path, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, env=ENV
-    )
-    assert process.wait(30) == (2 if name == "x.doc" else 1)  # though the input has not ended
-    process.stdin.close()
+@pytest.mark.parametrize(("name", "code"), [("x.doc", 2), ("no/x.svg", 1)])
+def test_what_cannot_be_drawn_is_said_before_reading(tmp_path, name, code):
+    with started(*PLOT, "-o", name, cwd=tmp_path, stdin=subprocess.PIPE) as process:
+        assert process.wait(300) == code  # though the input has not ended
 
 
 def test_odd_names(tmp_path):
     """What matplotlib would take for mathematics or hide, and what would clear a terminal."""
     name = "loss\x1b[2J\udcff".encode(errors="surrogateescape")
-    command = [*TAILAVG, "-c", os.fsdecode(name)]
     for more in ([], ["-o", "z.svg"], ["-o", "z.html"]):
-        ran = subprocess.run(
-            [*command, *more], input=name + b"\n1\n2\n", cwd=tmp_path, env=ENV, capture_output=True
-        )
-        assert ran.returncode == 0, ran.stderr
-        assert b"\x1b" not in ran.stdout
+        ended = run("-c", os.fsdecode(name), *more, text=name + b"\n1\n2\n", folder=tmp_path)
+        assert b"\x1b" not in ended.output
     ET.parse(tmp_path / "z.svg")
     names = ["_a$b$_{", "$\\frac$", "c\x1b[2J", "d\ufffd"]
     given = "x,k\n" + "".join(f"{i},{name}\n" for name in names for i in range(5))
-    text = drawn("-c", "x", "--by", "k", folder=tmp_path, given=given)
+    text = drawn("-c", "x", "--by", "k", folder=tmp_path, text=given)
     assert "\x1b" not in text
-    drawn("-c", "x", "--by", "k", "-o", "x.svg", folder=tmp_path, given=given)
+    drawn("-c", "x", "--by", "k", "-o", "x.svg", folder=tmp_path, text=given)
     image = (tmp_path / "x.svg").read_text(encoding="utf-8")
     for name in ("_a$b$_{", "$\\frac$", "c\ufffd[2J"):
         assert name in text
         assert name in image
-    lines = page(tmp_path, "-c", "x", "--by", "k", given=given)["x"]
+    lines = page(tmp_path, "-c", "x", "--by", "k", text=given)["x"]
     assert "c\ufffd[2J" in lines
-    process = subprocess.run(
-        [*TAILAVG, "-c", "x", "--by", "k", "-o", "y.html"],
-        input=b"x,k\n1,\xff\n2,\xff\n",
-        cwd=tmp_path,
-        capture_output=True,
-    )
-    assert process.returncode == 0, process.stderr
+    text = b"x,k\n1,\xff\n2,\xff\n"
+    drawn("-c", "x", "--by", "k", "-o", "y.html", text=text, folder=tmp_path)
 
 
 @pytest.mark.parametrize("log", [[], ["--log-y"]])
@@ -377,10 +347,10 @@ def test_odd_names(tmp_path):
 )
 def test_extreme_numbers(tmp_path, numbers, log):
     given = "\n".join(numbers) + "\n"
-    drawn("-w", "1", *log, folder=tmp_path, given=given)
+    drawn("-w", "1", *log, folder=tmp_path, text=given)
     if len(numbers) == 2:
-        drawn("-w", "1", *log, "-o", "x.png", folder=tmp_path, given=given)
-        page(tmp_path, "-w", "1", *log, given=given)
+        drawn("-w", "1", *log, "-o", "x.png", folder=tmp_path, text=given)
+        page(tmp_path, "-w", "1", *log, text=given)
 
 
 def test_ticks_of_logarithmic_axes(runs, tmp_path):
@@ -399,34 +369,36 @@ def test_a_file_twice_is_two_runs(runs, tmp_path):
 
 
 def test_a_title_is_no_template(tmp_path):
-    drawn("--title", "{{data}}", "-o", "x.html", folder=tmp_path, given="1\n2\n")
+    drawn("--title", "{{data}}", "-o", "x.html", folder=tmp_path, text="1\n2\n")
     assert "<title>{{data}}</title>" in (tmp_path / "x.html").read_text(encoding="utf-8")
 
 
 def test_points_without_neighbours_are_marked(tmp_path):
     for given in ("1\n", "1\nnan\n2\nnan\n3\n"):
-        drawn("-w", "1", "--no-raw", "-o", "x.svg", folder=tmp_path, given=given)
+        drawn("-w", "1", "--no-raw", "-o", "x.svg", folder=tmp_path, text=given)
         points = (tmp_path / "x.svg").read_text(encoding="utf-8").count("stroke: #0083cc")
         assert points >= given.count("\n") // 2 + 1
 
 
 def test_many_files_are_not_all_open(tmp_path):
-    if os.name != "posix":
-        pytest.skip("needs a limit of open files")
-    for i in range(80):
-        (tmp_path / f"{i}.txt").write_text("1\n2\n")
-    command = ["sh", "-c", 'ulimit -n 64 && exec "$@"', "sh", *TAILAVG]
-    command += [*(f"{i}.txt" for i in range(80)), "-o", "x.html"]
-    process = subprocess.run(command, cwd=tmp_path, capture_output=True)
-    assert process.returncode == 0, process.stderr
+    resource = pytest.importorskip("resource")
+    names = [f"{i}.txt" for i in range(80)]
+    for name in names:
+        (tmp_path / name).write_text("1\n2\n")
+    open_now = max(int(path.name) for path in Path("/dev/fd").iterdir())
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (open_now + 40, before[1]))
+    try:
+        drawn(*names, "-o", "x.html", folder=tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert "<h1>80 files</h1>" in (tmp_path / "x.html").read_text(encoding="utf-8")
 
 
 def test_bad_rows_can_be_skipped(tmp_path):
-    process = run("--skip-bad", "-w", "2", folder=tmp_path, given="1\ntwo\n3\n")
-    assert process.returncode == 0
-    assert "the last 2 2" in process.stdout
-    assert "skipped 1 row, the first is line 2: 'two'" in process.stderr
+    ended = run("--skip-bad", "-w", "2", folder=tmp_path, text="1\ntwo\n3\n")
+    assert "the last 2 2" in ended.stdout
+    assert "skipped 1 row, the first is line 2: 'two'" in ended.stderr
 
 
 @pytest.fixture
@@ -442,7 +414,7 @@ def terminal():
     os.set_blocking(ours, False)
     seen = bytearray()
 
-    def read(until, seconds=30):
+    def read(until, seconds=300):
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             try:
@@ -460,33 +432,25 @@ def terminal():
 @pytest.mark.parametrize("ending", ["end", "interrupt"])
 def test_live_redraws_and_leaves_the_last_picture(terminal, ending):
     screen, read = terminal
-    process = subprocess.Popen(
-        [*TAILAVG, "--live", "-w", "2"],
+    with started(
+        *[*PLOT, "--live", "-w", "2"],
         stdin=subprocess.PIPE,
         stdout=screen,
         stderr=subprocess.PIPE,
         env={**os.environ, "TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"},
-    )
-    os.close(screen)
-    for number in (1, 3, 5):
-        process.stdin.write(f"{number}\n".encode())
-        process.stdin.flush()
-        shown = number if number == 1 else number - 1
-        # also the last line of a burst is drawn, though nothing follows it
-        text = read(lambda text, shown=shown: f"last 2 {shown}" in text)
-    process.stdin.write(b"9\n11\n")
-    process.stdin.flush()
-    text = read(lambda text: "last 2 10" in text)
-    if ending == "end":
-        process.stdin.close()
-        assert process.wait(30) == 0
-    else:
-        process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 130
-    assert process.stderr.read() == b""
-    process.stderr.close()
-    if ending != "end":
-        process.stdin.close()
+    ) as process:
+        os.close(screen)
+        for number, average in ((b"1", 1), (b"3", 2), (b"5", 4), (b"9\n11", 10)):
+            process.stdin.write(number + b"\n")
+            process.stdin.flush()
+            # also the last line of a burst is drawn, though nothing follows it
+            read(lambda text, average=average: f"last 2 {average}" in text)
+        if ending == "end":
+            process.stdin.close()
+        else:
+            process.send_signal(signal.SIGINT)
+        assert process.wait(300) == (0 if ending == "end" else 130)
+        assert process.stderr.read() == b""
     text = read(
         lambda text: text.rstrip().endswith(("sample\x1b[0m", "sample")) or "\x1b[?25h" in text
     )
@@ -497,32 +461,44 @@ def test_live_redraws_and_leaves_the_last_picture(terminal, ending):
     assert "\x1b[2K" not in last.partition("└")[2].partition("\n")[2], "the last picture stays"
 
 
+@contextmanager
+def drawing(folder, text):
+    """A process that has read `text` from a pipe that stays open."""
+    fcntl, termios = pytest.importorskip("fcntl"), pytest.importorskip("termios")
+    os.mkfifo(folder / "pipe")
+    with started(*PLOT, "pipe", "-o", "x.html", cwd=folder, stderr=subprocess.PIPE) as process:
+        writer = None
+        while writer is None and process.poll() is None:
+            try:
+                writer = os.open(folder / "pipe", os.O_WRONLY | os.O_NONBLOCK)
+            except OSError:  # nobody reads yet
+                time.sleep(0.01)
+        os.write(writer, text)
+        while any(fcntl.ioctl(writer, termios.FIONREAD, bytes(4))) and process.poll() is None:
+            time.sleep(0.01)
+        yield process
+        os.close(writer)
+
+
 def test_interrupted_before_the_first_row(tmp_path):
-    process = subprocess.Popen(
-        [*TAILAVG, "-o", "x.html"], stdin=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path
-    )
-    time.sleep(3)
-    process.send_signal(signal.SIGINT)
-    _, told = process.communicate(timeout=30)
-    assert (process.returncode, told) == (130, b"")
-    assert list(tmp_path.iterdir()) == []
+    with drawing(tmp_path, b"") as process:
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=300)
+        assert (process.returncode, told) == (130, b"")
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
 
 
 def test_interrupted_it_draws_what_has_arrived(tmp_path):
-    process = subprocess.Popen(
-        [*TAILAVG, "-o", "x.html"], stdin=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path
-    )
-    process.stdin.write(b"1\n2\n3\n")
-    process.stdin.flush()
-    time.sleep(3)
-    process.send_signal(signal.SIGINT)
-    _, told = process.communicate(timeout=30)
-    assert process.returncode == 130, told
+    with drawing(tmp_path, b"1\n2\n3\n") as process:
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=300)
+        assert process.returncode == 130, told
     assert "the last 10 %" in (tmp_path / "x.html").read_text(encoding="utf-8")
 
 
 def test_a_signal_ends_the_drawing(tmp_path):
     """At once, and not when a large picture is done."""
+    (tmp_path / "numbers.txt").write_text("1\n2\n")
     slow = """
 import sys, time
 import tailavg.cli
@@ -530,34 +506,29 @@ from tailavg.core import signals
 
 def draw(*_):
     print("drawing", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 
 sys.modules["tailavg.cli.plot"].draw = draw
 signals.begin()
 sys.exit(tailavg.cli.run())
 """
-    process = subprocess.Popen(
-        [sys.executable, "-c", slow, "plot", "-o", "x.svg"],
+    with started(
+        *[sys.executable, "-c", slow, "plot", "numbers.txt", "-o", "x.svg"],
         cwd=tmp_path,
-        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-    )
-    process.stdin.write(b"1\n2\n")
-    process.stdin.close()
-    assert process.stdout.readline() == b"drawing\n"
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(20) == 143
-    process.stdout.close()
-    assert list(tmp_path.iterdir()) == []
+    ) as process:
+        assert process.stdout.readline() == b"drawing\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(300) == 143
+    assert [path.name for path in tmp_path.iterdir()] == ["numbers.txt"]
 
 
 def test_without_matplotlib(runs, tmp_path):
     """The terminal and pages need nothing more; a picture says what to install."""
     folder, _ = runs
     hide = "import sys; sys.modules['matplotlib'] = None; import tailavg.__main__ as m; m.main()"
-    command = [sys.executable, "-c", hide, "plot", str(folder / "loss.txt")]
     for extra, code in (([], 0), (["-o", "x.html"], 0), (["-o", "x.svg"], 1)):
-        process = subprocess.run([*command, *extra], cwd=tmp_path, capture_output=True, env=ENV)
-        assert process.returncode == code, process.stderr
-    assert b"pip install 'tailavg[plot]'" in process.stderr
+        command = ["-c", hide, "plot", folder / "loss.txt", *extra]
+        process = python(*command, cwd=tmp_path, code=code)
+    assert "pip install 'tailavg[plot]'" in process.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["x.html"]

@@ -1,37 +1,27 @@
-"""`tailavg profile`, as a process: its numbers are those of averages that saw every sample."""
+"""`tailavg profile`: its numbers are those of averages that saw every sample."""
 
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
+from functools import partial
 
 import numpy as np
 import pytest
 
 from tailavg import AnytimeWindow, ExactWindow, Exponential, Growing, RawTail, TailAverage
 from tailavg.cli.profile import _profile
+from tests.support import commands
 from tests.support.paths import DOCS
 
 CHOOSING = DOCS / "choosing.md"
 
 
-def run(*arguments, folder=None):
-    return subprocess.run(
-        [sys.executable, "-m", "tailavg", "profile", *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        env=os.environ | {"PYTHONIOENCODING": "utf-8", "COLUMNS": "200"},
-    )
+done = partial(commands.done, "profile", COLUMNS="200")
 
 
 def rows(*arguments):
-    process = run(*arguments, "--output", "json")
-    assert process.returncode == 0, process.stderr
-    return {row.pop("method"): row for row in json.loads(process.stdout)}
+    table = json.loads(done(*arguments, "--output", "json"))
+    return {row.pop("method"): row for row in table}
 
 
 def seen(rule, t):
@@ -103,7 +93,7 @@ def test_memory():
     for name, row in got.items():
         assert row["hot"] + row["cold"] == row["memory"]
         assert row["hot"] == (row["memory"] if name == "exact" else 4 * 7e9), name
-    table = run("--window", "0.25", "--count", "1000", "--parameters", "7e9").stdout
+    table = done("--window", "0.25", "--count", "1000", "--parameters", "7e9")
     assert re.search(r"anytime, 3 .* 28 GB +84 GB", table)
     assert re.search(r"exact .* 7 TB +0 B", table)
     assert "Hot: the sum" in table
@@ -113,11 +103,10 @@ def test_plot(tmp_path):
     pytest.importorskip("matplotlib")
     for count in ("2000", "1e9"):
         for name, start in (("w.svg", b"<?xml"), ("w.png", b"\x89PNG")):
-            process = run("--window", "0.25", "--count", count, "--plot", name, folder=tmp_path)
-            assert process.returncode == 0, process.stderr
+            done("--window", "0.25", "--count", count, "--plot", name, folder=tmp_path)
             assert (tmp_path / name).read_bytes().startswith(start)
     svg = (tmp_path / "w.svg").read_bytes()
-    run("--window", "0.25", "--count", "1e9", "--plot", "w.svg", folder=tmp_path)
+    done("--window", "0.25", "--count", "1e9", "--plot", "w.svg", folder=tmp_path)
     assert (tmp_path / "w.svg").read_bytes() == svg
 
 
@@ -140,11 +129,9 @@ def test_plot(tmp_path):
     ],
 )
 def test_mistakes(tmp_path, arguments, code, said):
-    process = run(*arguments, folder=tmp_path)
-    assert process.returncode == code
-    assert said in process.stderr
-    assert "Traceback" not in process.stderr
-    assert not process.stdout
+    output, told = commands.failed("profile", *arguments, folder=tmp_path, code=code)
+    assert said in told
+    assert not output
     assert not list(tmp_path.iterdir())
 
 
@@ -154,5 +141,5 @@ def test_the_tables_in_the_docs_are_what_is_printed():
     )
     assert blocks
     for arguments, shown in blocks:
-        printed = run(*shlex.split(arguments)).stdout
+        printed = done(*shlex.split(arguments))
         assert [line.rstrip() for line in printed.splitlines()] == shown.splitlines()
