@@ -27,16 +27,23 @@ def install(monkeypatch, there, after=0):
         monkeypatch.setattr(module, "_taken", 0)
 
 
-@pytest.fixture(params=[True, False], ids=["numba", "without numba"])
-def numba(request, monkeypatch):
-    """A test that is run both ways; whether numba is there."""
+@pytest.fixture(params=[True, False], ids=["numba", "without numba"], scope="module")
+def numba(request):
+    """A module that is run both ways; whether numba is there."""
     if request.param:
         pytest.importorskip("numba")
-    install(monkeypatch, request.param)
-    return request.param
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        install(monkeypatch, request.param)
+        yield request.param
 
 
-@pytest.fixture(params=[0, 2000], ids=["at once", "later"])
+@pytest.fixture
+def without_numba(monkeypatch):
+    """A test in which numba is not there."""
+    install(monkeypatch, False)
+
+
+@pytest.fixture(params=[0, 600], ids=["at once", "later"])
 def switched(request, monkeypatch):
     """A test in which numba comes in at some time."""
     pytest.importorskip("numba")

@@ -46,16 +46,16 @@ def test_bins_hold_the_extremes_of_their_rows(size, cuts, log, odd):
     ends = track.lines(0)[0].bins.end
     assert ends[-1] == size
     assert len(ends) <= 64 if not log else len(ends) <= 8 * np.log2(size + 1) + 8
+    starts = np.concatenate([[0], ends[:-1]])
     for line, curve in zip(track.lines(0), (ys, averages), strict=True):
-        bins = line.bins
-        starts = np.concatenate([[0], ends[:-1]])
+        bins, known = line.bins, np.isfinite(curve)
         np.testing.assert_array_equal(bins.end, ends)
-        for i, (start, end) in enumerate(zip(starts, ends, strict=True)):
-            rows = curve[start:end]
-            rows = rows[np.isfinite(rows)]
-            assert (bins.first[i], bins.last[i]) == (xs[start], xs[end - 1])
-            assert bins.low[i] == pytest.approx(rows.min(initial=np.inf), rel=1e-12)
-            assert bins.high[i] == pytest.approx(rows.max(initial=-np.inf), rel=1e-12)
+        np.testing.assert_array_equal(bins.first, xs[starts])
+        np.testing.assert_array_equal(bins.last, xs[ends - 1])
+        low = np.minimum.reduceat(np.where(known, curve, np.inf), starts)
+        high = np.maximum.reduceat(np.where(known, curve, -np.inf), starts)
+        np.testing.assert_allclose(bins.low, low, rtol=1e-12)
+        np.testing.assert_allclose(bins.high, high, rtol=1e-12)
     assert track.lines(0)[1].now == pytest.approx(averages[-1], nan_ok=True)
 
 

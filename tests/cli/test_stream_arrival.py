@@ -45,7 +45,7 @@ def cut(texts, sizes):
     return found
 
 
-WAYS = [[100], [3000], [1, 500, 3, 40, 29, 30, 31]]
+WAYS = [[100], [3000], [1, 200, 3, 40, 29, 30, 31]]
 
 
 def plain(reads):
@@ -56,14 +56,14 @@ def plain(reads):
 @pytest.mark.parametrize("method", READS)
 def test_numbers(tmp_path, method, odd):
     reads = READS[method]
-    numbers = [f"{x:.4f}" for x in np.random.default_rng(3).normal(3, 1, 1500)]
+    numbers = [f"{x:.4f}" for x in np.random.default_rng(3).normal(3, 1, 800)]
     numbers[300 : 300 + len(odd)] = odd
     texts = [f"{number}\n" for number in numbers]
     alone = answers(plain(reads), texts)
     for way in WAYS:
         assert answers(plain(reads), cut(texts, way)) == alone
     found = ""
-    for block in cut(texts, [700, 1, 50]):
+    for block in cut(texts, [400, 1, 50]):
         session = plain(reads)
         session.load(tmp_path / "state")
         found += answers(session, [block])
@@ -72,9 +72,9 @@ def test_numbers(tmp_path, method, odd):
 
 
 def table():
-    """Of 30 keys; some have one row, some more than are kept as samples."""
+    """Of 18 keys; some have one row, some more than are kept as samples."""
     random_ = random.Random(4)
-    keys = [i for i in range(30) for _ in range(1 + i * i // 4)]
+    keys = [i for i in range(18) for _ in range(1 + i * i // 4)]
     random_.shuffle(keys)
     return [(f"k{key}", random_.gauss(3, 1), random_.gauss(0, 9)) for key in keys]
 
@@ -124,7 +124,7 @@ def test_keys(tmp_path, method):
     for way in WAYS:
         session = keyed(reads, CsvInput)
         assert answers(session, cut(texts, way)) == alone
-        assert len(session.averages) == 30
+        assert len(session.averages) == 18
         for key, saved in session.averages.saved():
             whole = [average for column in held[key] for average in column.values()]
             if isinstance(saved[0], float):
@@ -133,7 +133,7 @@ def test_keys(tmp_path, method):
                 states = [average.state_dict() for average in whole]
                 assert repr(saved) == repr([{k: state[k] for k in saved[0]} for state in states])
     found = ""
-    for block in cut(texts, [700, 1, 50, 800]):
+    for block in cut(texts, [200, 1, 50, 100]):
         session = keyed(reads, CsvInput)
         session.load(tmp_path / "state")
         found += answers(session, [block])
@@ -152,22 +152,22 @@ def test_outputs(kind, every, output):
 
 
 def test_keys_with_more_rows_than_a_plan_has(monkeypatch):
-    monkeypatch.setattr(packed, "LONGEST", 100)
+    monkeypatch.setattr(packed, "LONGEST", 30)
     texts = csv_lines()
     for method in ("fraction", "count", "windows"):
         alone = answers(keyed(READS[method], CsvInput), texts)
-        for way in ([3000], [500, 1]):
+        for way in ([3000], [200, 1]):
             assert answers(keyed(READS[method], CsvInput), cut(texts, way)) == alone
 
 
 def test_keys_in_arrays_take_little_memory():
     averages = Averages(READS["fraction"], 1, keep=True)
-    for start in range(0, 50_000, 5000):
-        keys = [f"key{i:07d}" for i in range(start, start + 5000)]
-        averages.scan_keys(keys, np.ones((5000, 1)), 1)
+    for start in range(0, 10_000, 1000):
+        keys = [f"key{i:07d}" for i in range(start, start + 1000)]
+        averages.scan_keys(keys, np.ones((1000, 1)), 1)
     held = [
         part for part in vars(averages._packed._held[0]).values() if isinstance(part, np.ndarray)
     ]
-    assert len(averages) == 50_000
-    assert sum(part.nbytes for part in held) / 50_000 < 120
-    assert lines(key for key, _ in averages.saved()).count("\n") == 50_000
+    assert len(averages) == 10_000
+    assert sum(part.nbytes for part in held) / 10_000 < 120
+    assert lines(key for key, _ in averages.saved()).count("\n") == 10_000

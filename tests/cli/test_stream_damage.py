@@ -10,6 +10,7 @@ import typer
 from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, Growing, TailAverage
 from tailavg.cli.lines import CsvInput, PlainInput
 from tailavg.cli.stream import Output, Session
+from tests.support.effort import some
 from tests.support.streams import done, failed, lines
 
 SHARED = AnyTail(12, 0.1)
@@ -103,11 +104,12 @@ def test_any_value_in_any_place(tmp_path, capsys, reads, by):
     random_ = random.Random(1)
     changes = [(row, place) for row, found in enumerate(rows) for place in places(found)]
     loaded = 0
-    for row, place in random_.choices(changes, k=300):
+    times = some(100, 300)
+    for row, place in random_.choices(changes, k=times):
         damaged = [*rows[:row], put(rows[row], place, random_.choice(ODD)), *rows[row + 1 :]]
         path.write_text(lines(map(json.dumps, damaged)))
         loaded += outcome(path, reads, by, capsys)
-    assert loaded < 100  # an average may well be another number
+    assert loaded < times / 3  # an average may well be another number
 
 
 @pytest.mark.parametrize("by", [False, True])
@@ -115,7 +117,7 @@ def test_any_bytes(tmp_path, capsys, by):
     path = tmp_path / "state"
     whole = saved(path, READS[0], by)
     random_ = random.Random(2)
-    for _ in range(600):
+    for _ in range(some(200, 600)):
         damaged = bytearray(whole)
         start = random_.randrange(len(whole))
         match random_.randrange(4):

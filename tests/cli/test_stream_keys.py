@@ -1,4 +1,7 @@
-"""`tailavg stream --by`: many keys, each with few samples or many."""
+"""`tailavg stream --by`: many keys, each with few samples or many.
+
+Here numba is not there; test_stream_arrival.py has it.
+"""
 
 import random
 import tracemalloc
@@ -24,17 +27,20 @@ READS = {
 }
 
 
+pytestmark = pytest.mark.usefixtures("without_numba")
+
+
 def rows(odd=()):
-    """Of 20 keys; some have one row, some more than are kept as samples."""
+    """Of 15 keys; some have one row, some more than are kept as samples."""
     random_ = random.Random(4)
-    keys = [i for i in range(20) for _ in range(1 + i * i // 4)]
+    keys = [i for i in range(15) for _ in range(1 + i * i // 4)]
     random_.shuffle(keys)
-    found = [
+    table = [
         (f"k{key}", f"{random_.gauss(3, 1):.4f}", f"{random_.gauss(0, 9):.4f}") for key in keys
     ]
     for i, number in enumerate(odd):
-        found[100 + i] = ("k19", number, "1")
-    return found
+        table[100 + i] = ("k14", number, "1")
+    return table
 
 
 def session(reads, output=Output.plain, every=1):
@@ -134,11 +140,11 @@ def test_stop_and_go(tmp_path, method):
 def test_a_key_takes_little_memory():
     one = Session(READS["fraction"], CsvInput(["x"], "k"), Output.plain, 1, False)
     answers(one, ["k,x\n"])
-    keys = [f"key{i:07d}" for i in range(20_000)]
+    keys = [f"key{i:07d}" for i in range(4000)]
     tracemalloc.start()
     for _ in range(3):  # a block has fewer rows than there are keys
-        for start in range(0, len(keys), 1000):
-            answers(one, [lines(f"{key},1.5" for key in keys[start : start + 1000])])
+        for start in range(0, len(keys), 500):
+            answers(one, [lines(f"{key},1.5" for key in keys[start : start + 500])])
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert held / len(keys) < 400

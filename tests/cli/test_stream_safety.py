@@ -6,10 +6,23 @@ import random
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
-from tests.support.streams import COMMAND, ENVIRONMENT, LONG, Live, done, failed, lines, same_digits
+from tests.support import processes
+from tests.support.effort import some
+from tests.support.streams import (
+    COMMAND,
+    ENVIRONMENT,
+    LONG,
+    Live,
+    done,
+    failed,
+    lines,
+    run,
+    same_digits,
+)
 
 
 def files(folder):
@@ -19,14 +32,8 @@ def files(folder):
 def shell(command, text=""):
     """A command of the shell, in which `stream` is the command under test."""
     stream = " ".join(f"'{word}'" for word in COMMAND)
-    process = subprocess.run(
-        ["bash", "-c", f'stream() {{ {stream} "$@"; }}; {command}'],
-        input=text,
-        capture_output=True,
-        text=True,
-        env=ENVIRONMENT,
-        timeout=60,
-    )
+    script = f'stream() {{ {stream} "$@"; }}; {command}'
+    process = processes.run("bash", "-c", script, input=text, env=ENVIRONMENT, code=None)
     assert "Traceback" not in process.stderr
     return process
 
@@ -34,6 +41,11 @@ def shell(command, text=""):
 def counts(state):
     """How many samples a state holds."""
     return sum(json.loads(line)[1][0]["count"] for line in state.read_text().splitlines()[1:])
+
+
+def lines_told(told):
+    """The line after which a command says that it stopped."""
+    return int(told.split("after line ")[1].split(";")[0])
 
 
 # One process at a time
@@ -85,13 +97,17 @@ def test_a_state_that_could_not_be_saved_is_refused_at_the_start(tmp_path, name,
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "loop").symlink_to("loop")
     before = files(tmp_path)
-    with Live("-w", "3", "--state", tmp_path / name) as live:  # which is given no input
-        assert live.process.wait(timeout=60) == 1
-        said = live.process.stderr.read()
+    output, said = failed("-w", "3", "--state", tmp_path / name, text="1\n")
+    assert not output
     assert "no state can be saved there" in said
     assert told in said
-    assert said.count("\n") == 1
     assert files(tmp_path) == before
+
+
+def test_a_state_that_could_not_be_saved_is_refused_before_any_input(tmp_path):
+    with Live("-w", "3", "--state", tmp_path / "absent" / "state") as live:
+        assert live.process.wait(timeout=300) == 1
+        assert live.process.stderr.read().count("\n") == 1
 
 
 def test_a_file_that_may_not_be_read(tmp_path):
@@ -108,23 +124,32 @@ def test_a_file_that_may_not_be_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("to", "told", "code"),
+    ("path", "mode", "told"),
     [
-        ("> /dev/full", "standard output: No space left on device; ", 1),
-        ("1< /dev/null", "standard output: Bad file descriptor; ", 1),
-        ("| true", "", 0),
+        ("/dev/full", "wb", "standard output: No space left on device"),
+        ("/dev/null", "rb", "standard output: Bad file descriptor"),
     ],
-    ids=["full", "not writable", "gone"],
+    ids=["full", "not writable"],
 )
-def test_the_state_holds_all_that_was_read(tmp_path, to, told, code):
+def test_the_state_holds_all_that_was_read(tmp_path, path, mode, told):
     """Also the samples whose averages could not be written."""
     state = tmp_path / "state"
-    feed = "{ sleep 1; yes 1 | head -n 100000; }"  # when the reader has gone
-    process = shell(f"{feed} | stream -w 1.0 --state {state} {to}; exit ${{PIPESTATUS[1]}}")
-    assert process.returncode == code
-    assert process.stderr.startswith(f"tailavg: {told}stopped after line ")
+    with Path(path).open(mode) as output:
+        ended = run("-w", "1.0", "--state", state, text="1\n" * 100_000, output=output, code=1)
+    assert ended.told.startswith(f"tailavg: {told}; stopped after line ")
+    assert f"; the state so far is in {state}" in ended.told
+    assert counts(state) == lines_told(ended.told) > 0
+    assert files(tmp_path) == ["state"]
+
+
+def test_the_state_holds_all_that_was_read_when_the_reader_has_gone(tmp_path):
+    state = tmp_path / "state"  # more is written than fits a pipe
+    feed = "yes 1 | head -n 100000"
+    process = shell(f"{feed} | stream -w 1.0 --state {state} | true; exit ${{PIPESTATUS[2]}}")
+    assert process.returncode == 0
+    assert process.stderr.startswith("tailavg: stopped after line ")
     assert f"; the state so far is in {state}" in process.stderr
-    assert counts(state) == int(process.stderr.split("after line ")[1].split(";")[0]) > 0
+    assert counts(state) == lines_told(process.stderr) > 0
     assert files(tmp_path) == ["state"]
 
 
@@ -190,12 +215,14 @@ def test_a_reader_that_does_not_read(tmp_path):
     with Live("-w", "1.0", "--state", state, feed) as live:
         assert live.process.stdout.readline() == "1\n"
         live.process.send_signal(signal.SIGTERM)
-        time.sleep(1.3)
+        time.sleep(1.3)  # a signal that comes sooner is taken for the same one
         assert live.process.poll() is None
-        live.process.send_signal(signal.SIGINT)
-        assert live.process.wait(timeout=60) == 143
+        while live.process.poll() is None:
+            live.process.send_signal(signal.SIGINT)
+            time.sleep(0.3)
+        assert live.process.returncode == 143
         told = live.process.stderr.read()
-    assert counts(state) == int(told.split("after line ")[1].split(";")[0])
+    assert counts(state) == lines_told(told)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["stopped", "killed"])
@@ -205,20 +232,20 @@ def test_at_any_instant(tmp_path, number):
     feed.write_text("1\n" * 3_000_000)
     random_ = random.Random(3)
     read = 0
-    for _ in range(7):
-        process = subprocess.Popen(
-            [*COMMAND, "-w", "1.0", "--state", state, feed],
+    for _ in range(some(3, 7)):
+        with processes.started(
+            *[*COMMAND, "-w", "1.0", "--state", state, feed],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
-        )
-        time.sleep(0.2 + 1.3 * random_.random())
-        process.send_signal(number)
-        told = process.communicate(timeout=60)[1]
+        ) as process:
+            time.sleep(0.2 + 1.3 * random_.random())
+            process.send_signal(number)
+            told = process.communicate(timeout=300)[1]
         assert "Traceback" not in told
         if "after line" in told:
             assert process.returncode == 143
-            read += int(told.split("after line ")[1].split(";")[0])
+            read += lines_told(told)
         elif process.returncode == 0:
             read += 3_000_000
     if number is signal.SIGTERM:

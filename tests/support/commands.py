@@ -14,9 +14,12 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, chdir, contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 from unittest import mock
+
+import typer.main
 
 import tailavg.__main__
 from tailavg.cli import lines
@@ -24,6 +27,7 @@ from tailavg.core import signals
 from tailavg.numpy import loops as scans
 
 TAILAVG = [sys.executable, "-m", "tailavg"]
+GET_COMMAND = cache(typer.main.get_command)  # it takes most of the time of a short command
 WIDE = {"COLUMNS": "400"}  # so that messages are not wrapped
 
 
@@ -128,6 +132,7 @@ def _as_at_the_start() -> Iterator[None]:
         ),
         mock.patch.object(lines, "_taken", 0),
         mock.patch.object(scans, "_taken", 0),
+        mock.patch.object(typer.main, "get_command", GET_COMMAND),
         mock.patch.object(sys, "unraisablehook", sys.unraisablehook),
     ):
         try:

@@ -106,4 +106,4 @@ CSV = "step,loss,run\n" + lines(
 JSON = lines(
     json.dumps({"step": step, "loss": float(loss), "run": run}) for step, loss, run in ROWS
 )
-LONG = [f"{x:.5f}" for x in RANDOM.normal(1, 1, 40_000)]
+LONG = [f"{x:.5f}" for x in RANDOM.normal(1, 1, 12_000)]
