@@ -1,11 +1,8 @@
 """The examples run, and print the figures that README and docs quote."""
 
-import subprocess
-import sys
-
 import pytest
 
-from tests.support.paths import EXAMPLES
+from tests.support.programs import example
 
 
 @pytest.mark.parametrize(
@@ -16,12 +13,10 @@ from tests.support.paths import EXAMPLES
         ("float32", ["running mean", "5.0e-04", "9.6e-03", "2.5e-06"]),
     ],
 )
-def test_an_example_prints_what_is_quoted_of_it(name, quoted, tmp_path):
-    script = EXAMPLES / f"{name}.py"
-    run = subprocess.run(
-        [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
+def test_an_example_prints_what_is_quoted_of_it(name, quoted, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    printed = example(f"{name}.py")
     for text in quoted:
-        assert text in run.stdout
+        assert text in printed
     if name == "noisy_stream":
         assert (tmp_path / "build" / "noisy_stream.png").stat().st_size > 10_000

@@ -1,8 +1,6 @@
 """docs/from-ema.md: its programs run, before and after; windows are those of the real classes."""
 
 import re
-import subprocess
-import sys
 import warnings
 
 import jax.numpy as jnp
@@ -17,8 +15,8 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
 
 from tailavg import Exponential, Growing, TailAverage
-from tests.support.paths import DOCS, EXAMPLES
-from tests.support.programs import blocks, run
+from tests.support.paths import DOCS
+from tests.support.programs import blocks, example, run
 
 PROGRAMS = {}  # by section: before and after
 for found in blocks("from-ema.md"):
@@ -30,6 +28,15 @@ for found in blocks("from-ema.md"):
 TORCH = ("torch, EMA", "torch, SWA", "ema-pytorch", "ema-pytorch, post hoc", "torch-ema", "timm",
          "diffusers")  # fmt: skip
 WHEN = ("before", "after")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """Models this small gain nothing from more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)
@@ -226,11 +233,9 @@ def test_the_window_of_a_decay(peer):
 
 def test_the_table_of_windows():
     (table,) = (block.text for block in blocks("from-ema.md") if block.language == "text")
-    made = subprocess.run(
-        [sys.executable, EXAMPLES / "ema_windows.py"], capture_output=True, text=True, check=True
-    ).stdout.splitlines()
-    assert set(made) <= set(table.splitlines())
-    assert len(made) >= 9  # without diffusers and timm, which come with `bench`
+    printed = example("ema_windows.py").splitlines()
+    assert set(printed) <= set(table.splitlines())
+    assert len(printed) >= 9  # without diffusers and timm, which come with `bench`
 
 
 def warmed(decay, steps):

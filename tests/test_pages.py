@@ -1,58 +1,57 @@
-"""The programs of docs/index.md and docs/tutorial.md run as printed, and print what is said."""
+"""Complete programs of the pages run in a user's environment, and print what the pages say."""
 
 import csv
 import re
-import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
-from tailavg.optax import averaged_params
 from tests.support.paths import DOCS
-from tests.support.programs import blocks, run
+from tests.support.processes import run
+from tests.support.programs import Program, blocks, run_fresh
 
 TABS = {
     re.search(r'=== "(.*)"', block.before)[1]: block
     for block in blocks("index.md")
     if '=== "' in block.before
 }
+TUTORIAL = [block for block in blocks("tutorial.md") if block.language in ("python", "text")]
 
 
-@pytest.fixture(autouse=True)
-def alone(tmp_path, monkeypatch):
-    """A folder and random numbers of its own; what warns are the packages of others."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
-        warnings.simplefilter("ignore")
-        torch.manual_seed(0)
-        yield
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    """What complete programs did. Keras comes first, before anything could choose its backend."""
+    questions = {
+        "Keras": "model.get_weights()[0].tolist()",
+        "PyTorch": "average.averaged_state_dict()['weight'].tolist()",
+        "Lightning": "module.layer.weight.tolist()",
+        "Hugging Face": "trainer.tail_average.count",
+        "JAX": "averaged_params(opt_state, params).tolist()",
+    }
+    tabs = {name: Program([TABS[name].text], question) for name, question in questions.items()}
+    tutorial = Program([b.text for b in TUTORIAL if b.language == "python"], "history[-1]")
+    return run_fresh(tabs | {"tutorial": tutorial}, tmp_path_factory.mktemp("programs"))
 
 
-@pytest.mark.parametrize(
-    ("tab", "averages"),
-    [
-        ("PyTorch", lambda names: names["average"].averaged_state_dict()["weight"]),
-        ("Lightning", lambda names: names["module"].layer.weight.detach()),
-        ("JAX", lambda names: averaged_params(names["opt_state"], names["params"])),
-        ("Keras", lambda names: names["model"].get_weights()[0]),
-    ],
-)
-def test_a_tab_finds_the_answer(tab, averages):
-    names = {}
-    run(TABS[tab].text, names, f"index.md, {tab}")
-    np.testing.assert_allclose(np.ravel(averages(names)), 1, atol=0.2)
+@pytest.mark.parametrize("tab", ["PyTorch", "Lightning", "JAX", "Keras"])
+def test_a_tab_finds_the_answer(tab, programs):
+    np.testing.assert_allclose(np.ravel(programs[tab].answer), 1, atol=0.2)
 
 
-def test_the_tab_of_hugging_face(tmp_path):
-    names = {}
-    run(TABS["Hugging Face"].text, names, "index.md, Hugging Face")
-    assert names["trainer"].tail_average.count == 40
-    assert (tmp_path / "averaged" / "model.safetensors").exists()
+def test_the_tab_of_hugging_face(programs):
+    trained = programs["Hugging Face"]
+    assert trained.answer == 40
+    assert (trained.folder / "averaged" / "model.safetensors").exists()
+
+
+def test_programs_choose_a_backend_before_they_import_keras():
+    texts = {page.name: page.read_text() for page in DOCS.glob("*.md")}
+    pages = {name: text for name, text in texts.items() if "import keras" in text}
+    assert sorted(pages) == ["index.md", "keras.md"]
+    for name, text in pages.items():
+        assert 'os.environ["KERAS_BACKEND"] = "torch"' in text.partition("import keras")[0], name
 
 
 def test_the_tab_of_a_shell():
@@ -60,8 +59,7 @@ def test_the_tab_of_a_shell():
     assert install[0].startswith("pip install")
     for command, expected in commands:
         line = command.replace("tailavg", f"{sys.executable} -m tailavg")
-        got = subprocess.run(line, shell=True, capture_output=True, text=True, check=True)
-        assert got.stdout == expected
+        assert run("sh", "-c", line).stdout == expected
     assert len(commands) == 2
 
 
@@ -84,19 +82,16 @@ def same(printed, said):
     return words[0] == words[1] and np.allclose(got, expected, rtol=0.05, atol=6e-4)
 
 
-def test_tutorial(tmp_path):
-    names, printed, compared = {}, "", 0
-    for block in blocks("tutorial.md"):
-        if block.language == "python":
-            assert not printed
-            printed = run(block.text, names, "tutorial.md")
-        elif block.language == "text":
-            assert same(printed, block.text), printed
-            printed, compared = "", compared + 1
-    assert compared == 5
-    _, raw, averaged = names["history"][-1]
+def test_tutorial(programs):
+    tutorial, texts = programs["tutorial"], [b.text for b in TUTORIAL if b.language == "text"]
+    printed = [text for text in tutorial.printed if text]
+    assert len(printed) == len(texts) == 5
+    for text, said in zip(printed, texts, strict=True):
+        assert same(text, said), text
+    _, raw, averaged = tutorial.answer
     assert averaged < raw / 5
-    assert {path.name for path in tmp_path.iterdir()} == {"averaged.safetensors", "run.pt"}
+    files = {path.name for path in tutorial.folder.iterdir()}
+    assert files == {"averaged.safetensors", "run.pt"}
 
 
 def losses(name):

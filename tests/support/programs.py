@@ -1,15 +1,22 @@
-"""The programs of the pages and the examples, run as they are printed."""
+"""The programs of the pages and the examples, run as they are printed.
+
+A complete program of a page runs in a process whose environment is a user's: see `run_fresh`.
+"""
 
 import contextlib
 import io
+import json
+import os
 import re
 import runpy
 import sys
 import textwrap
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 from unittest import mock
 
-from tests.support.paths import DOCS, EXAMPLES
+from tests.support.paths import DOCS, EXAMPLES, ROOT
+from tests.support.processes import python, user_environment
 
 BLOCK = re.compile(r"^( *)```(\w+)([^\n]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 
@@ -49,3 +56,54 @@ def example(name, *arguments):
     with mock.patch.object(sys, "argv", words), contextlib.redirect_stdout(printed):
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     return printed.getvalue()
+
+
+class Program(NamedTuple):
+    """Blocks of code that share their names, and an expression to evaluate at the end."""
+
+    blocks: list[str]
+    question: str
+
+
+class Outcome(NamedTuple):
+    """What each block of a program printed, the answer, and the folder that it ran in."""
+
+    printed: list[str]
+    answer: Any
+    folder: Path
+
+
+def run_fresh(programs, folder) -> dict[str, Outcome]:
+    """Run programs, by name, one after the other in one fresh process.
+
+    No variable that only tests set is in its environment. Each program has its own names, folder
+    and random numbers.
+    """
+    command = ("-W", "ignore", "-m", __name__, folder)
+    environment = user_environment(OMP_NUM_THREADS="1")
+    process = python(*command, cwd=ROOT, env=environment, input=json.dumps(programs))
+    outcomes = json.loads(process.stdout.splitlines()[-1])
+    return {name: Outcome(*outcome, folder / name) for name, outcome in outcomes.items()}
+
+
+def _run_all() -> None:
+    import random
+
+    import numpy as np
+    import torch
+
+    top, outcomes = sys.argv[1], {}
+    for name, (code, question) in json.load(sys.stdin).items():
+        folder = Path(top, name)
+        folder.mkdir()
+        os.chdir(folder)
+        for seed in (random.seed, np.random.seed, torch.manual_seed):
+            seed(0)
+        names: dict[str, Any] = {"__name__": "__main__"}
+        printed = [run(block, names, name) for block in code]
+        outcomes[name] = printed, eval(question, names)
+    sys.stdout.write(f"\n{json.dumps(outcomes)}\n")
+
+
+if __name__ == "__main__":
+    _run_all()
