@@ -1,29 +1,46 @@
 """The examples of `tailavg.torch` run, in their reduced form, and show what they claim to show."""
 
+import contextlib
 import csv
 import importlib.util
 import math
+import multiprocessing
 import os
 import re
 import runpy
 import shutil
 import subprocess
 import sys
+from multiprocessing.pool import ThreadPool
 from types import SimpleNamespace
 
 import pytest
 import torch
+from matplotlib import pyplot as plt
 
+from tests.support.effort import exhaustive
 from tests.support.paths import EXAMPLES
+from tests.support.processes import python, user_environment
+from tests.support.programs import example
 
 TAILS = ("last 10 %", "last 25 %", "last 50 %", "last 500 steps")
 
 
-def example(name, *options, env=None):
-    script = EXAMPLES / f"{name}.py"
-    return subprocess.run(
-        [sys.executable, script, *options], capture_output=True, text=True, env=env
-    )
+@pytest.fixture(autouse=True)
+def as_a_program(monkeypatch):
+    """Import from the folder of the examples; undo what they do to torch and matplotlib."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    for module in ("style", "digits"):  # an import sets the look and the number of threads
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    threads = torch.get_num_threads()
+    with torch.random.fork_rng(devices=[]), plt.rc_context():
+        yield
+    torch.set_num_threads(threads)
+
+
+def functions(name):
+    """The functions of an example, which is not run."""
+    return SimpleNamespace(**runpy.run_path(EXAMPLES / f"{name}.py"))
 
 
 def table(text, title):
@@ -43,10 +60,9 @@ def different(text):
 
 def test_digits(tmp_path):
     picture = tmp_path / "new" / "digits.svg"
-    run = example("digits", "--quick", "--output", picture.with_suffix(".csv"))
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.startswith("6 epochs of 63 steps; the mean of 1 run(s)")
-    losses, accuracies = table(run.stdout, "test loss"), table(run.stdout, "test accuracy, %")
+    printed = example("digits.py", "--quick", "--output", picture.with_suffix(".csv"))
+    assert printed.startswith("6 epochs of 63 steps; the mean of 1 run(s)")
+    losses, accuracies = table(printed, "test loss"), table(printed, "test accuracy, %")
 
     methods = ["last iterate", "EMA 0.9", "EMA 0.99", "EMA 0.999", "SWA", *TAILS]
     assert list(losses) == list(accuracies) == methods
@@ -65,73 +81,73 @@ def test_digits(tmp_path):
     assert "EMA 0.999" in picture.read_text()
 
 
-@pytest.mark.parametrize(
-    "installed",
-    [
-        pytest.param(
-            True,
-            marks=pytest.mark.skipif(
-                importlib.util.find_spec("ema_pytorch") is None,
-                reason="ema-pytorch is not installed: the example leaves post-hoc EMA out",
-            ),
-        ),
-        False,
-    ],
-)
-def test_every_tail(tmp_path, installed):
-    env = None
-    if not installed:
-        (tmp_path / "ema_pytorch.py").write_text("raise ModuleNotFoundError\n")
-        paths = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
-        env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    picture = tmp_path / "new" / "every-tail.svg"
-    run = example("every_tail", "--quick", "--output", picture.with_suffix(".csv"), env=env)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.startswith("5 epochs of 63 steps")
-    assert ("ema-pytorch is not installed" in run.stdout) != installed
-    rows = table(run.stdout, "test loss")
+METHODS = [
+    "selected tail",
+    "last 10 %",
+    "last 25 %",
+    "last 50 %",
+    "all steps",
+    "last iterate",
+    "Two-Tailed, Alg. 1",
+    "Two-Tailed, Alg. 2",
+]
 
-    tails = ["selected tail", "last 10 %", "last 25 %", "last 50 %", "all steps"]
-    posthoc = ["post-hoc EMA"] if installed else []
-    twotailed = ["Two-Tailed, Alg. 1", "Two-Tailed, Alg. 2"]
-    assert list(rows) == [*tails, "last iterate", *twotailed, *posthoc]
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("ema_pytorch") is None, reason="ema-pytorch is not installed"
+)
+def test_every_tail(tmp_path):
+    picture = tmp_path / "new" / "every-tail.svg"
+    printed = example("every_tail.py", "--quick", "--output", picture.with_suffix(".csv"))
+    assert printed.startswith("5 epochs of 63 steps")
+    assert "not installed" not in printed
+    rows = table(printed, "test loss")
+    assert list(rows) == [*METHODS, "post-hoc EMA"]
     for *losses, won, _, _, _ in rows.values():
         assert len(losses) == 2
         assert all(0 < loss < 1 for loss in losses)
         assert won in (0, 1)
     assert sum(row[2] for row in rows.values()) == 1
-    took = {name: row[3:] for name, row in rows.items()}  # in memory, on disk, evaluations
-    assert took["selected tail"] == [13, 0, 19]
-    assert took["last 25 %"] == [4, 0, 0]
-    assert [took[name] for name in twotailed] == [[2, 0, 10], [2, 0, 15]]
-    if installed:
-        assert took["post-hoc EMA"] == [2, 10, 19]
-    (winner,) = re.findall(r"^The lowest loss at epoch 5: (.*)$", run.stdout, re.MULTILINE)
+    costs = {name: row[3:] for name, row in rows.items()}  # in memory, on disk, evaluations
+    assert costs["selected tail"] == [13, 0, 19]
+    assert costs["last 25 %"] == [4, 0, 0]
+    assert [costs[name] for name in METHODS[-2:]] == [[2, 0, 10], [2, 0, 15]]
+    assert costs["post-hoc EMA"] == [2, 10, 19]
+    (winner,) = re.findall(r"^The lowest loss at epoch 5: (.*)$", printed, re.MULTILINE)
     assert rows[winner][1] == min(row[1] for row in rows.values())
     assert rows["selected tail"][0] < rows["last iterate"][0]  # before the learning rate drops
     assert picture.stat().st_size > 10_000
-    assert ("post-hoc EMA" in picture.read_text()) == installed
+    assert "post-hoc EMA" in picture.read_text()
 
 
-@pytest.mark.usefixtures("torch_settings")
-def test_anytime_lm(tmp_path, monkeypatch, capsys):
-    path = tmp_path / "new" / "lm.csv"
-    run = example("anytime_lm", "--quick", "--output", path)
-    assert run.returncode == 0, run.stderr
-    assert "bytes to train on" in run.stdout
+def test_every_tail_without_ema_pytorch(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ema_pytorch", None)
+    picture = tmp_path / "every-tail.svg"
+    options = ("--epochs", 2, "--seeds", 1, "--output", picture.with_suffix(".csv"))
+    printed = example("every_tail.py", *options)
+    assert "ema-pytorch is not installed" in printed
+    assert list(table(printed, "test loss")) == METHODS
+    assert "post-hoc EMA" not in picture.read_text()
+
+
+def losses_in(path):
     with path.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
+        return list(csv.DictReader(file))
+
+
+def test_anytime_lm(tmp_path, monkeypatch):
+    in_threads = SimpleNamespace(Pool=ThreadPool)
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: in_threads)
+    path = tmp_path / "new" / "lm.csv"
+    printed = example("anytime_lm.py", "--quick", "--output", path)
+    assert "bytes to train on" in printed
+    rows = losses_in(path)
     assert all(math.isfinite(float(row["loss"])) for row in rows)
     assert {row["seed"] for row in rows} == {"0", "1"}
 
     def windows(schedule, step, read="tail", shape="linear"):
-        found = [
-            float(row["window"])
-            for row in rows
-            if [row[name] for name in ("schedule", "step", "read", "shape")]
-            == [schedule, step, read, shape]
-        ]
-        return sorted(set(found))
+        wanted = {"schedule": schedule, "step": step, "read": read, "shape": shape}
+        return sorted({float(row["window"]) for row in rows if wanted.items() <= row.items()})
 
     for schedule in ("constant", "1/√t"):
         for step in ("20", "40"):
@@ -143,67 +159,72 @@ def test_anytime_lm(tmp_path, monkeypatch, capsys):
     for schedule in ("cosine", "WSD"):  # two horizons, two rates, two seeds
         assert sum(row["schedule"] == schedule for row in rows) == 8
 
-    # the losses do not depend on the process that trains, nor the picture on the training
-    monkeypatch.syspath_prepend(EXAMPLES)
-    lm = SimpleNamespace(**runpy.run_path(EXAMPLES / "anytime_lm.py"))
-    _, trained = lm.train(lm.Job("constant", 1e-2, 40), lm.QUICK)
-    written = [[row[field] for field in lm.FIELDS] for row in rows]
-    assert all([str(value) for value in row] in written for row in trained)
     pictures = [path.with_suffix(kind) for kind in (".svg", ".png")]
     assert all(picture.stat().st_size > 10_000 for picture in pictures)
     before = pictures[0].read_bytes()
-    monkeypatch.setattr(sys, "argv", ["anytime_lm", "--plot-only", "--output", str(path)])
-    lm.main()
-    shown = capsys.readouterr().out
-    assert shown.strip()
-    assert run.stdout.endswith(shown)  # the same tables, and nothing else
+    tables = example("anytime_lm.py", "--plot-only", "--output", path)
+    assert tables.strip()
+    assert printed.endswith(tables)
     assert pictures[0].read_bytes() == before
 
-    # nor do the models of two seeds mix, side by side as they are
-    _, alone = lm.train(lm.Job("constant", 1e-2, 40), lm.QUICK._replace(seeds=1))
-    for mine, other in zip([row for row in trained if row[0] == 0], alone, strict=True):
-        assert mine[:-1] == other[:-1]
-        assert mine[-1] == pytest.approx(other[-1], abs=1e-3)
+
+def test_models_of_two_seeds_do_not_mix():
+    lm = functions("anytime_lm")
+    job = lm.Job("constant", 1e-2, 40)
+    _, both = lm.train(job, lm.QUICK)
+    _, alone = lm.train(job, lm.QUICK._replace(seeds=1))
+    for together, single in zip([row for row in both if row[0] == 0], alone, strict=True):
+        assert together[:-1] == single[:-1]
+        assert together[-1] == pytest.approx(single[-1], abs=1e-3)
 
 
-def test_a_resumed_run_is_the_unbroken_one_to_the_bit(tmp_path):
-    run = example("resume", "--folder", tmp_path / "new")
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "dies at step 250\nis resumed from step 200\n" in run.stdout
-    for part in ("model", "optimizer", "quarter", "window", "random"):
-        assert re.search(rf"^{part} +equal to the bit", run.stdout, re.MULTILINE)
+@exhaustive("starts processes that import torch")
+def test_losses_of_anytime_lm_do_not_depend_on_the_process_that_trains(tmp_path):
+    path = tmp_path / "lm.csv"
+    options = ("--quick", "--output", path)
+    python(EXAMPLES / "anytime_lm.py", *options, env=user_environment())
+    lm = functions("anytime_lm")
+    written = [[row[field] for field in lm.FIELDS] for row in losses_in(path)]
+    _, trained = lm.train(lm.Job("constant", 1e-2, 40), lm.QUICK)
+    assert all([str(value) for value in row] in written for row in trained)
+
+
+def test_a_resumed_run_is_the_unbroken_one_to_the_bit(tmp_path, capfd):
+    """The run that dies and the one that goes on are processes, whose output is not caught here."""
+    printed = example("resume.py", "--folder", tmp_path / "new")
+    assert capfd.readouterr().out == "dies at step 250\nis resumed from step 200\n"
+    for name in ("model", "optimizer", "quarter", "window", "random"):
+        assert re.search(rf"^{name} +equal to the bit", printed, re.MULTILINE)
     for average in ("quarter", "window"):
-        assert re.search(rf"^weights of {average} +equal to the bit", run.stdout, re.MULTILINE)
-    assert not different(run.stdout)
+        assert re.search(rf"^weights of {average} +equal to the bit", printed, re.MULTILINE)
+    assert not different(printed)
     assert not list(tmp_path.rglob("*.tmp"))
 
 
-def test_a_run_resumed_without_its_average_fails(tmp_path):
-    run = example("resume", "--folder", tmp_path, "--forget", "quarter")
-    assert run.returncode == 1
-    assert "not the unbroken one" in run.stderr
-    assert different(run.stdout) == {"quarter", "weights of quarter"}
+class Died(Exception):  # noqa: N818
+    """Raised where the example ends its process."""
 
 
 @pytest.fixture
-def torch_settings():
-    """What the example does to torch stays in the test."""
-    threads = torch.get_num_threads()
-    with torch.random.fork_rng(devices=[]):
-        yield
-    torch.set_num_threads(threads)
-
-
-@pytest.mark.usefixtures("torch_settings")
-def test_whatever_is_not_restored_is_found_out(tmp_path, monkeypatch, capsys):
-    class Died(Exception):  # noqa: N818
-        pass
-
+def dies_here(monkeypatch):
     def die(code):
         raise Died
 
     monkeypatch.setattr(os, "_exit", die)
-    resume = SimpleNamespace(**runpy.run_path(EXAMPLES / "resume.py"))
+
+
+def test_a_run_resumed_without_its_average_fails(tmp_path, monkeypatch, capsys, dies_here):
+    def run_here(command, check=False):
+        with contextlib.nullcontext() if check else pytest.raises(Died):
+            example("resume.py", *command[2:])
+
+    monkeypatch.setattr(subprocess, "run", run_here)
+    with pytest.raises(SystemExit, match="not the unbroken one"):
+        example("resume.py", "--folder", tmp_path, "--forget", "quarter")
+
+
+def test_whatever_is_not_restored_is_found_out(tmp_path, capsys, dies_here):
+    resume = functions("resume")
     unbroken, broken = tmp_path / "unbroken.pt", tmp_path / "broken.pt"
     averages = {"quarter", "weights of quarter", "window", "weights of window"}
     resume.train(unbroken)
@@ -224,10 +245,8 @@ def test_whatever_is_not_restored_is_found_out(tmp_path, monkeypatch, capsys):
         assert different(capsys.readouterr().out) == expected
 
 
-@pytest.mark.usefixtures("torch_settings")
-def test_two_tailed_averaging_follows_the_paper(monkeypatch):
-    monkeypatch.syspath_prepend(EXAMPLES)
-    every_tail = SimpleNamespace(**runpy.run_path(EXAMPLES / "every_tail.py"))
+def test_two_tailed_averaging_follows_the_paper():
+    every_tail = functions("every_tail")
 
     def follow(*evaluations, extended=True):
         """What is used after each, if these are the losses: of the iterate, the short, the long."""
