@@ -5,14 +5,14 @@ Functions named `…_rank` run on each process of a group; the tests start them 
 
 import pickle
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from tailavg import ExactWindow
 from tailavg.checkpoints import CheckpointError, average_checkpoints
-from tailavg.cli import app
+from tests.support import commands
 
 torch = pytest.importorskip("torch")
 
@@ -78,7 +78,7 @@ def assert_averaged(path, steps, weights, dtype=None):
             continue
         wide = torch.complex128 if tensor.is_complex() else torch.float64
         expected = sum(
-            w * its["model"][name].to(wide) for w, its in zip(weights, every, strict=True)
+            w * each["model"][name].to(wide) for w, each in zip(weights, every, strict=True)
         )
         unit = torch.finfo(tensor.dtype).eps
         assert ((tensor.to(wide) - expected).abs() <= 0.71 * unit * expected.abs() + 1e-9).all()
@@ -87,15 +87,13 @@ def assert_averaged(path, steps, weights, dtype=None):
     assert got["optimizer"]["betas"][1] == "text"
 
 
-def run(*arguments):
-    return CliRunner().invoke(app, ["checkpoints", *map(str, arguments)])
+done = partial(commands.done, "checkpoints")
 
 
 def test_folders_of_one_process(tmp_path):
     paths = save(tmp_path)
-    result = run(*paths, "--window", "2", "-o", tmp_path / "averaged")
-    assert result.exit_code == 0, result.output
-    assert f"the average of 2 of 3 checkpoints, {paths[1]} to {paths[2]}" in result.output
+    said = done(*paths, "--window", "2", "-o", tmp_path / "averaged")
+    assert f"the average of 2 of 3 checkpoints, {paths[1]} to {paths[2]}" in said
     files = {path.name for path in (tmp_path / "averaged").iterdir()}
     assert files == {".metadata", "__0_0.distcp"}
     assert_averaged(tmp_path / "averaged", [2, 3], [0.5, 0.5])
@@ -106,16 +104,14 @@ def test_folders_of_one_process(tmp_path):
 def test_several_windows_and_other_dtypes(tmp_path):
     paths = save(tmp_path)
     arguments = ["--windows", "2,1.0", "--dtype", "float64", "-o", tmp_path / "averaged-{window}"]
-    result = run(*paths, *arguments)
-    assert result.exit_code == 0, result.output
+    done(*paths, *arguments)
     assert_averaged(tmp_path / "averaged-2", [2, 3], [0.5] * 2, torch.float64)
     assert_averaged(tmp_path / "averaged-1.0", [1, 2, 3], [1 / 3] * 3, torch.float64)
 
 
 def test_some_tensors_are_left(tmp_path):
     paths = save(tmp_path, [1, 3])
-    result = run(*paths, "--window", "2", "--exclude", "model.w*", "-o", tmp_path / "averaged")
-    assert result.exit_code == 0, result.output
+    done(*paths, "--window", "2", "--exclude", "model.w*", "-o", tmp_path / "averaged")
     got = blank()
     dcp.load(got, checkpoint_id=tmp_path / "averaged", no_dist=True)
     newest = state(3)["model"]
@@ -125,22 +121,23 @@ def test_some_tensors_are_left(tmp_path):
 
 
 def sharded(mesh, step):
-    its = state(step)["model"]
+    model = state(step)["model"]
     return {
-        "weight": distribute_tensor(its["weight"], mesh, [Shard(0)]),
-        "brain": distribute_tensor(its["brain"], mesh, [Shard(1)]),
-        "frozen": its["frozen"],
+        "weight": distribute_tensor(model["weight"], mesh, [Shard(0)]),
+        "brain": distribute_tensor(model["brain"], mesh, [Shard(1)]),
+        "frozen": model["frozen"],
     }
 
 
-def save_rank(folder):
+def shards_rank(folder):
+    """Save two checkpoints in shards; load the average of three when the first process has it."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    paths = [folder / f"step-{step}" for step in (1, 2, 3)]
     for step in (1, 3):
         dcp.save({"model": sharded(mesh, step)}, checkpoint_id=folder / f"step-{step}")
-
-
-def load_rank(folder):
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if dist.get_rank() == 0:
+        average_checkpoints(paths, {folder / "averaged": ExactWindow(3)})
+    dist.barrier()
     got = {"model": sharded(mesh, 0)}
     dcp.load(got, checkpoint_id=folder / "averaged")
     return {
@@ -151,18 +148,17 @@ def load_rank(folder):
 
 def test_shards_of_two_processes(tmp_path):
     """The checkpoint between them has chunks of another size: those of one process."""
-    on_ranks(2, save_rank, tmp_path)
     alone = {name: state(2)["model"][name] for name in ("weight", "brain", "frozen")}
     dcp.save({"model": alone}, checkpoint_id=tmp_path / "step-2", no_dist=True)
+    loaded = on_ranks(2, shards_rank, tmp_path, seconds=300)
     paths = [tmp_path / f"step-{step}" for step in (1, 2, 3)]
-    average_checkpoints(paths, {tmp_path / "averaged": ExactWindow(3)})
     files = {path.name for path in (tmp_path / "averaged").iterdir()}
     assert files == {path.name for path in paths[2].iterdir()}
     assert files == {".metadata", "__0_0.distcp", "__1_0.distcp"}
     every = [state(step)["model"] for step in (1, 2, 3)]
-    for got in on_ranks(2, load_rank, tmp_path):
+    for got in loaded:
         for name, tensor in got.items():
-            expected = sum(its[name].double() for its in every) / 3
+            expected = sum(model[name].double() for model in every) / 3
             unit = torch.finfo(every[0][name].dtype).eps
             off = (torch.tensor(tensor).double() - expected).abs()
             assert (off <= 0.51 * unit * expected.abs() + 1e-9).all()
@@ -199,14 +195,14 @@ def test_folders_that_are_refused(tmp_path):
     paths = save(tmp_path, [1, 2])
     odd = tmp_path / "odd"
     for change, said in (
-        (lambda its: its["model"].pop("weight"), "tensor 'model.weight' is missing"),
-        (lambda its: its.update(more=torch.ones(1)), "tensor 'more' is not in the newest"),
+        (lambda content: content["model"].pop("weight"), "tensor 'model.weight' is missing"),
+        (lambda content: content.update(more=torch.ones(1)), "tensor 'more' is not in the newest"),
         (
-            lambda its: its["model"].update(weight=torch.ones(2, 3)),
+            lambda content: content["model"].update(weight=torch.ones(2, 3)),
             "tensor 'model.weight': expected shape (13, 6), got (2, 3)",
         ),
         (
-            lambda its: its["model"].update(weight=torch.ones(13, 6).double()),
+            lambda content: content["model"].update(weight=torch.ones(13, 6).double()),
             "tensor 'model.weight': expected dtype float32, got float64",
         ),
     ):
@@ -251,7 +247,6 @@ def test_a_disk_that_is_full(tmp_path, monkeypatch):
         return found
 
     monkeypatch.setattr(Path, "open", full)
-    result = run(*paths, "--window", "2", "-o", tmp_path / "averaged")
-    assert result.exit_code == 1, result.output
-    assert "No space left on device" in result.output
+    _, told = commands.failed("checkpoints", *paths, "--window", "2", "-o", tmp_path / "averaged")
+    assert "No space left on device" in told
     assert sorted(tmp_path.rglob("*")) == before

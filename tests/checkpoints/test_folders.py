@@ -3,14 +3,14 @@
 import json
 import os
 import shutil
+from functools import partial
 
 import pytest
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 from tailavg import ExactWindow
 from tailavg.checkpoints import CheckpointError, average_checkpoints
-from tailavg.cli import app
+from tests.support import commands
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -64,7 +64,7 @@ def trained(folder, steps, make=gpt2, shards=("5GB",)):
             (path / name).parent.mkdir(exist_ok=True)
             (path / name).write_text(f"{name} of {step}")
         paths.append(path)
-        states.append({name: its.clone() for name, its in model.state_dict().items()})
+        states.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
     return paths, states
 
 
@@ -86,22 +86,15 @@ def listed(folder):
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-def run(*arguments):
-    return CliRunner().invoke(app, ["checkpoints", *map(str, arguments)])
-
-
-def done(*arguments):
-    result = run(*arguments)
-    assert result.exit_code == 0, result.output
-    return result.output
+done = partial(commands.done, "checkpoints")
 
 
 def failed(folder, *arguments, code=1):
+    """What is said of a failure, which leaves no file behind."""
     before = listed(folder)
-    result = run(*arguments)
-    assert result.exit_code == code, result.output
+    _, told = commands.failed("checkpoints", *arguments, code=code)
     assert listed(folder) == before
-    return " ".join(result.output.replace("│", " ").split())
+    return told
 
 
 def test_folders_that_are_cut_differently(tmp_path):
@@ -170,9 +163,9 @@ def test_folders_of_torch_files(tmp_path, sharded):
             f"pytorch_model-0000{i}-of-00002.bin": {name: state[name] for name in some}
             for i, some in ((1, names[:middle]), (2, names[middle:]))
         }
-        for shard, its in shards.items():
-            torch.save(its, path / shard)
-        weight_map = {name: shard for shard, its in shards.items() for name in its}
+        for shard, tensors in shards.items():
+            torch.save(tensors, path / shard)
+        weight_map = {name: shard for shard, tensors in shards.items() for name in tensors}
         index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
         (path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
     done(*paths, "--window", "2", "-o", tmp_path / "averaged")

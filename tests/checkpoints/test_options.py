@@ -2,35 +2,27 @@
 
 import json
 import math
-import re
+from functools import partial
 
 import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from typer.testing import CliRunner
 
-from tailavg.cli import app
+from tests.support import commands
 
 STEPS = [100, 250, 300, 700, 1000]
 
 
-def run(*arguments):
-    return CliRunner().invoke(app, ["checkpoints", *map(str, arguments)], env={"COLUMNS": "300"})
-
-
-def done(*arguments):
-    result = run(*arguments)
-    assert result.exit_code == 0, result.output
-    return result.output
+done = partial(commands.done, "checkpoints")
 
 
 def failed(folder, *arguments, code=1):
+    """What is said of a failure, which leaves no file behind."""
     before = sorted(folder.rglob("*"))
-    result = run(*arguments)
-    assert result.exit_code == code, result.output
+    _, told = commands.failed("checkpoints", *arguments, code=code)
     assert sorted(folder.rglob("*")) == before
-    return " ".join(re.sub(r"[│\s]+", " ", result.output).split())
+    return told
 
 
 def powers(folder, steps=STEPS, name="step-{}.safetensors"):
