@@ -1,19 +1,16 @@
-"""`tail_mean` over Spark Connect."""
+"""`tail_mean` over Spark Connect: its client is in a process of its own, without Java.
 
-import subprocess
-import sys
-from pathlib import Path
-
-import pytest
+Slow: it is the first of the files to need Spark, which starts here.
+"""
 
 from tests.support import spark_streams as runs
+from tests.support.paths import ROOT
+from tests.support.processes import python
 
 pytestmark = runs.MARKS
 
 
-@pytest.mark.usefixtures("spark_is_there")
-def test_streams_and_tables_over_spark_connect(tmp_path):
-    script = Path(runs.__file__).parent / "spark_connect.py"
-    command = [sys.executable, "-W", "ignore", script, tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+def test_streams_and_tables_over_spark_connect(spark, tmp_path):
+    service = getattr(spark._jvm, "org.apache.spark.sql.connect.service.SparkConnectService$")
+    port = getattr(service, "MODULE$").localPort()
+    python("-W", "ignore", "-m", "tests.support.spark_connect", port, tmp_path, cwd=ROOT)

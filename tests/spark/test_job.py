@@ -130,11 +130,13 @@ def ordered(found):
     return sorted(map(repr, found))
 
 
-@pytest.mark.parametrize("nan_policy", ["omit", "propagate"])
-@pytest.mark.parametrize("late", ["include", "drop"])
 @pytest.mark.parametrize("method", RULES)
-@given(batches=st.lists(rows, min_size=1, max_size=4))
-def test_batches_of_rows_are_averaged_as_one_by_one(method, late, nan_policy, batches):
+@given(
+    batches=st.lists(rows, min_size=1, max_size=4),
+    late=st.sampled_from(["include", "drop"]),
+    nan_policy=st.sampled_from(["omit", "propagate"]),
+)
+def test_batches_of_rows_are_averaged_as_one_by_one(method, batches, late, nan_policy):
     reads = RULES[method]
     results, _ = run(job(reads, late=late, nan_policy=nan_policy), map(table, batches))
     got = [row for result in results for row in told(result, reads)]
@@ -349,6 +351,23 @@ def test_a_checkpoint_says_what_it_is_of():
         one.check(job(columns=("x", "y"), by=("a", "b")).text())
     with pytest.raises(ValueError, match="version 1"):
         one.check(one.text().replace('"version": 1', '"version": 2'))
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "now"),
+    [
+        ("columns", ("x",), ("y",)),
+        ("by", ("key",), ("key", "x")),
+        ("order_by", "t", "x"),
+        ("order_type", "bigint", "int"),
+        ("nan_policy", "omit", "propagate"),
+        ("buckets", 64, 8),
+    ],
+)
+def test_a_checkpoint_refuses_another_job(name, before, now):
+    message = f"{name}: expected .*, with which this checkpoint was made, got .*; start with a new"
+    with pytest.raises(ValueError, match=message):
+        job(**{name: now}).check(job(**{name: before}).text())
 
 
 def test_rows_are_packed_by_bucket_and_unpacked():

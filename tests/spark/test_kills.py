@@ -1,85 +1,73 @@
-"""Five queries, killed twice with their driver while they run, are as if never stopped."""
+"""Queries that are killed with their driver in the middle of a batch are as if never stopped.
 
-import json
+Slow: each kill needs a Spark of its own.
+"""
+
 import os
 import signal
-import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
-import pytest
 
+from tests.support import spark_kills
 from tests.support import spark_streams as runs
+from tests.support.effort import some
+from tests.support.paths import ROOT
+from tests.support.processes import started
 
 pytestmark = runs.MARKS
 
-SCRIPT = Path(runs.__file__).parent / "spark_kills.py"
-QUERIES, KILLS, FILES, KEYS = 5, 2, 40, 10
+QUERIES, KILLS, FILES = some((1, 1, 10), (5, 2, 40))
+KEYS = 10
 
 
 def batches(folder: Path, log: str) -> int:
-    """How many batches are in a log of a checkpoint: `offsets` once begun, `commits` once done."""
-    found = folder / "checkpoint" / log
-    return sum(file.name.isdigit() for file in found.iterdir()) if found.exists() else 0
+    """Count the batches in a log of a checkpoint: `offsets` once begun, `commits` once done."""
+    path = folder / "checkpoint" / log
+    return sum(file.name.isdigit() for file in path.iterdir()) if path.exists() else 0
 
 
-def kill(folders: list[Path], delay: float) -> int:
-    """Kill a driver when each query has done a batch, and how many were in the midst of one."""
-    before, deadline = [batches(folder, "commits") for folder in folders], time.monotonic() + 200
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen(
-        [sys.executable, SCRIPT, "1", *folders], start_new_session=True, **quiet
-    )
-    try:
-        while any(
-            batches(*one, "commits") == was for *one, was in zip(folders, before, strict=True)
-        ):
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        time.sleep(delay)
-        assert process.poll() is None, "the queries ended before they were killed"
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)  # Python, Java and all workers
-        process.wait()
-    return sum(batches(folder, "offsets") > batches(folder, "commits") for folder in folders)
+def kill_in_a_batch(folders: list[Path]) -> None:
+    """Run the queries until each has done a batch, and kill them in the middle of another."""
+    before = [batches(folder, "commits") for folder in folders]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.support.spark_kills", *folders]
+
+    def ready():
+        commits = [batches(folder, "commits") for folder in folders]
+        if any(now == was for now, was in zip(commits, before, strict=True)):
+            return False
+        return any(
+            batches(folder, "offsets") > now for folder, now in zip(folders, commits, strict=True)
+        )
+
+    with started(*command, cwd=ROOT, start_new_session=True) as driver:
+        try:
+            while True:
+                assert driver.poll() is None, "the queries ended before they were killed"
+                if ready():
+                    os.killpg(driver.pid, signal.SIGSTOP)
+                    if ready():  # and remains so
+                        break
+                    os.killpg(driver.pid, signal.SIGCONT)
+                time.sleep(0.01)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(driver.pid, signal.SIGKILL)  # Python and Java; workers end, too
 
 
-def rows_of(sink: Path) -> list[tuple]:
-    """The rows of the files that the sink's log names: others are of batches cut short."""
-    names = set()
-    for file in (sink / "_spark_metadata").glob("[0-9]*"):
-        lines = file.read_text().splitlines()[1:]
-        names |= {json.loads(line)["path"].removeprefix("file://") for line in lines}
-    rows = []
-    for name in names:
-        table = pq.read_table(name)
-        columns = (table[column].to_pylist() for column in ("run", "step", "loss_tail"))
-        rows += zip(*columns, strict=True)
-    return rows
-
-
-@pytest.mark.usefixtures("spark_is_there")
-def test_queries_that_are_killed_give_what_unbroken_ones_give(tmp_path):
+def test_queries_that_are_killed_give_what_unbroken_ones_give(spark, tmp_path):
     folders = [tmp_path / str(query) for query in range(QUERIES)]
     for query, folder in enumerate(folders):
         folder.mkdir()
-        found, rng = runs.rows(KEYS, FILES, seed=query), np.random.default_rng(query)
+        losses, rng = runs.losses(KEYS, FILES, seed=query), np.random.default_rng(query)
         for i in range(FILES):
-            runs.write(folder / "in", str(i), runs.table(found, slice(i, i + 1), rng))
-    in_batches = [kill(folders, delay) for delay in np.linspace(0.1, 0.4, KILLS)]
-    assert sum(in_batches) >= QUERIES * KILLS // 2
-    # to the end, in batches of another size
-    subprocess.run(
-        [sys.executable, SCRIPT, "7", *folders], check=True, timeout=300, capture_output=True
-    )
-    for query, folder in enumerate(folders):
-        want = [
-            (run, step, value)
-            for run, xs in runs.rows(KEYS, FILES, seed=query).items()
-            for step, value in enumerate(runs.one_by_one(20, xs))
-        ]
-        assert sorted(rows_of(folder / "out")) == sorted(want)
+            runs.write(folder / "in", str(i), runs.table(losses, slice(i, i + 1), rng))
+    for _ in range(KILLS):
+        kill_in_a_batch(folders)
+    for query, folder in enumerate(folders):  # to the end, in batches of another size
+        spark_kills.start(spark, folder, files=7).awaitTermination()
+        averages = runs.out(spark, folder, "run", "step", "loss_tail")
+        assert averages == runs.expected(runs.losses(KEYS, FILES, seed=query), 20)

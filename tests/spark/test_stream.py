@@ -1,10 +1,15 @@
-"""`tail_mean` of streams on a real Spark, against `TailAverage` key by key."""
+"""`tail_mean` of streams on a real Spark, against `TailAverage` key by key.
+
+Slow: each streaming query takes a few seconds to start.
+"""
 
 import datetime as dt
 import json
 import re
 import time
 from decimal import Decimal
+from itertools import pairwise
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
@@ -12,14 +17,11 @@ import pytest
 
 from tailavg import AnyTail, Exponential, TailAverage
 from tailavg.spark import saved_states, tail_mean
+from tailavg.spark.frames import _Processor
 from tests.support import spark_streams as runs
+from tests.support.effort import exhaustive, some
 
 pytestmark = runs.MARKS
-
-
-def stream(spark, folder, schema=runs.SCHEMA, files=1):
-    reader = spark.readStream.schema(schema).option("maxFilesPerTrigger", files)
-    return reader.parquet(str(folder / "in"))
 
 
 def put(folder, name, rows, schema):
@@ -33,70 +35,57 @@ def given(*rows):
     return [dict(zip(("run", "step", "loss"), row, strict=True)) for row in rows]
 
 
-def out(spark, folder, *columns, sink="out"):
-    rows = spark.read.parquet(str(folder / sink)).select(*columns).collect()
-    return sorted(map(tuple, rows), key=repr)
-
-
-def test_a_thousand_keys_of_a_thousand_rows(spark, tmp_path):
-    found, rng = runs.rows(1000, 1000), np.random.default_rng(1)
-    for i, end in enumerate((1, 300, 1000)):  # cut at odd places
-        start = (0, 1, 300)[i]
-        runs.write(tmp_path / "in", str(i), runs.table(found, slice(start, end), rng))
-    query = runs.ran(
-        tail_mean(stream(spark, tmp_path), "loss", 0.25, by="run", order_by="step"), tmp_path
-    )
-    assert [batch["numInputRows"] for batch in query.recentProgress] == [1000, 299_000, 700_000]
-    rows = (
-        spark.read.parquet(str(tmp_path / "out"))
-        .toArrow()
-        .sort_by([("run", "ascending"), ("step", "ascending")])
-    )
+def test_each_key_is_averaged_one_by_one(spark, tmp_path):
+    keys, steps = some((100, 250), (1000, 1000))  # the last file has several batches of Arrow
+    losses, rng = runs.losses(keys, steps), np.random.default_rng(1)
+    cuts = [0, 1, steps // 4, steps]
+    for i, (start, end) in enumerate(pairwise(cuts)):
+        runs.write(tmp_path / "in", str(i), runs.table(losses, slice(start, end), rng))
+    lines = runs.stream(spark, tmp_path)
+    query = runs.ran(tail_mean(lines, "loss", 0.25, by="run", order_by="step"), tmp_path)
+    counts = [batch["numInputRows"] for batch in query.recentProgress]
+    assert counts == [keys * (end - start) for start, end in pairwise(cuts)]
+    rows = spark.read.parquet(str(tmp_path / "out")).toArrow()
     assert rows.schema.names == ["run", "step", "loss", "loss_tail"]
-    averages = rows["loss_tail"].to_numpy().reshape(1000, 1000)
-    for i, run in enumerate(sorted(found)):
-        want = TailAverage(0.25).scan(found[run])
-        np.testing.assert_allclose(averages[i], want, rtol=0, atol=1e-12 * np.abs(found[run]).max())
-        if i % 100 == 0:
-            assert averages[i].tolist() == runs.one_by_one(0.25, found[run])
+    rows = rows.sort_by([("run", "ascending"), ("step", "ascending")])
+    averages = rows["loss_tail"].to_numpy().reshape(keys, steps)
+    for i, run in enumerate(sorted(losses)):
+        expected, scale = TailAverage(0.25).scan(losses[run]), np.abs(losses[run]).max()
+        np.testing.assert_allclose(averages[i], expected, rtol=0, atol=1e-12 * scale, err_msg=run)
+        if i % 10 == 0:
+            assert averages[i].tolist() == runs.one_by_one(0.25, losses[run]), run
 
 
-def test_late_rows_new_keys_and_missing_values(spark, tmp_path):
+EARLY = [("a", 1, 1.0), ("a", 3, 2.0), ("b", 1, None), ("c", 1, 7.0), ("b", 1, 2.0)]
+LATE = {
+    "include": [("a", 2, 6.0), ("a", 4, 7.0), ("a", None, 7.0), ("a", 5, 7.0)],
+    "drop": [("a", 4, 4.0), ("a", 5, 4.0)],
+}
+
+
+@pytest.mark.parametrize(
+    "late", ["drop", pytest.param("include", marks=exhaustive("test_job and test_table have it"))]
+)
+def test_late_rows_new_keys_and_missing_values(late, spark, tmp_path):
+    from pyspark.errors import StreamingQueryException
+
     put(tmp_path, "0", given(("a", 1, 1.0), ("a", 3, 3.0), ("b", 1, None)), SMALL)
     put(tmp_path, "1", given(("a", 2, 9.0), ("a", 4, 5.0), ("c", 1, 7.0)), SMALL)
     put(tmp_path, "2", given(), SMALL)
     put(tmp_path, "3", given(("a", None, 9.0), ("a", 5, float("nan")), ("b", 1, 2.0)), SMALL)
-    for late, want in (
-        ("include", [("a", 2, 6.0), ("a", 4, 7.0), ("a", None, 7.0), ("a", 5, 7.0)]),
-        ("drop", [("a", 4, 4.0), ("a", 5, 4.0)]),
-    ):
-        folder = tmp_path / late
-        folder.mkdir()
-        df = tail_mean(stream(spark, tmp_path), "loss", 2, by="run", order_by="step", late=late)
-        query = runs.ran(df, folder)
-        counted = [
-            row["late"]
-            for row in (
-                batch["observedMetrics"]["tailavg loss_tail"] for batch in query.recentProgress
-            )
-        ]
-        assert sum(counted) == 2
-        got = out(spark, folder, "run", "step", "loss_tail")
-        common = [("a", 1, 1.0), ("a", 3, 2.0), ("b", 1, None), ("c", 1, 7.0), ("b", 1, 2.0)]
-        assert got == sorted([*common, *want], key=repr)
+    options = {"window": 2, "by": "run", "order_by": "step"}
+    lines = runs.stream(spark, tmp_path)
+    query = runs.ran(tail_mean(lines, "loss", late=late, **options), tmp_path)
+    metrics = [batch["observedMetrics"]["tailavg loss_tail"] for batch in query.recentProgress]
+    assert sum(row["late"] for row in metrics) == 2
+    rows = runs.out(spark, tmp_path, "run", "step", "loss_tail")
+    assert rows == sorted([*EARLY, *LATE[late]], key=repr)
 
-
-def test_late_rows_end_the_query_if_asked_to(spark, tmp_path):
-    from pyspark.errors import StreamingQueryException
-
-    put(tmp_path, "0", given(("a", 3, 1.0)), SMALL)
-    df = tail_mean(stream(spark, tmp_path), "loss", 2, by="run", order_by="step", late="error")
-    runs.ran(df, tmp_path)
-    put(tmp_path, "1", given(("a", 2, 9.0)), SMALL)
-    with pytest.raises(
-        StreamingQueryException, match=r"step: expected at least 3, .* got 2 in a row"
-    ):
-        runs.ran(df, tmp_path)
+    # a query that goes on may treat late rows differently: here they end it
+    put(tmp_path, "4", given(("a", 3, 9.0)), SMALL)
+    message = r"step: expected at least 5, .* got 3 in a row"
+    with pytest.raises(StreamingQueryException, match=message):
+        runs.ran(tail_mean(lines, "loss", late="error", **options), tmp_path)
 
 
 def test_another_window_on_an_old_checkpoint_is_refused_and_the_state_goes_elsewhere(
@@ -104,63 +93,34 @@ def test_another_window_on_an_old_checkpoint_is_refused_and_the_state_goes_elsew
 ):
     from pyspark.errors import StreamingQueryException
 
-    found, rng = runs.rows(5, 60), np.random.default_rng(1)
-    runs.write(tmp_path / "in", "0", runs.table(found, slice(0, 40), rng))
-    lines = stream(spark, tmp_path)
+    losses, rng = runs.losses(5, 60), np.random.default_rng(1)
+    runs.write(tmp_path / "in", "0", runs.table(losses, slice(0, 40), rng))
+    lines = runs.stream(spark, tmp_path)
     runs.ran(tail_mean(lines, "loss", 0.25, by="run", order_by="step", output="latest"), tmp_path)
-    runs.write(tmp_path / "in", "1", runs.table(found, slice(40, 60), rng))
+    runs.write(tmp_path / "in", "1", runs.table(losses, slice(40, 60), rng))
     with pytest.raises(StreamingQueryException, match=r"window: expected .*c=0.25.* got .*c=0.5"):
         runs.ran(tail_mean(lines, "loss", 0.5, by="run", order_by="step"), tmp_path)
-    with pytest.raises(StreamingQueryException, match=r"buckets: expected 64, .* got 8"):
-        runs.ran(tail_mean(lines, "loss", 0.25, by="run", order_by="step", buckets=8), tmp_path)
 
     states = saved_states(spark, str(tmp_path / "checkpoint"))
     assert states.columns == ["run", "step", "column", "state"]
     for row in states.collect():
         average = TailAverage.from_state_dict(json.loads(row["state"]))
-        assert (row["column"], row["step"], average.count, average.nan_policy) == (
-            "loss",
-            39,
-            40,
-            "omit",
-        )
-        assert average.value() == runs.one_by_one(0.25, found[row["run"]][:40])[-1]
+        saved = row["column"], row["step"], average.count, average.nan_policy
+        assert saved == ("loss", 39, 40, "omit")
+        assert average.value() == runs.one_by_one(0.25, losses[row["run"]][:40])[-1]
 
-    # a new checkpoint goes on where the old one was
-    again, rest = tmp_path / "again", "step >= 40"
+    # a new checkpoint goes on where the old one was, and so does a table
+    again = tmp_path / "again"
     again.mkdir()
-    kept = tail_mean(
-        lines.where(rest),
-        "loss",
-        0.25,
-        by="run",
-        order_by="step",
-        initial_state=states,
-        late="error",
+    options = {"by": "run", "order_by": "step", "initial_state": states, "late": "error"}
+    table = spark.read.parquet(str(tmp_path / "in"))
+    averages, of_table = (
+        tail_mean(df.where("step >= 40"), "loss", 0.25, **options) for df in (lines, table)
     )
-    runs.ran(kept, again)
-    want = [
-        (run, step, value)
-        for run, xs in found.items()
-        for step, value in enumerate(runs.one_by_one(0.25, xs))
-        if step >= 40
-    ]
-    assert out(spark, again, "run", "step", "loss_tail") == sorted(want, key=repr)
-
-    # and what the table makes of it is the same
-    rows = spark.read.parquet(str(tmp_path / "in"))
-    table = tail_mean(
-        rows.where(rest),
-        "loss",
-        0.25,
-        by="run",
-        order_by="step",
-        initial_state=states,
-        late="error",
-    )
-    assert sorted(
-        map(tuple, table.select("run", "step", "loss_tail").collect()), key=repr
-    ) == sorted(want, key=repr)
+    runs.ran(averages, again)
+    expected = runs.expected(losses, 0.25, first=40)
+    assert runs.out(spark, again, "run", "step", "loss_tail") == expected
+    assert runs.rows(of_table, "run", "step", "loss_tail") == expected
 
 
 def test_several_columns_and_windows_in_one_state(spark, tmp_path):
@@ -171,7 +131,7 @@ def test_several_columns_and_windows_in_one_state(spark, tmp_path):
     rows = [{"run": "a", "step": i, "loss": x, "hits": int(8 * x)} for i, x in enumerate(xs)]
     put(tmp_path, "0", rows[:200], schema)
     put(tmp_path, "1", rows[200:], schema)
-    lines = stream(spark, tmp_path, "run string, step int, loss float, hits long")
+    lines = runs.stream(spark, tmp_path, "run string, step int, loss float, hits long")
     df = tail_mean(
         lines, ["loss", "hits"], [0.1, 0.5, 20], by="run", order_by="step", output="latest"
     )
@@ -209,7 +169,7 @@ def test_whatever_is_not_averaged_passes_as_it_is(spark, tmp_path):
     written = spark.createDataFrame([none, full, full], schema)
     written.write.parquet(str(tmp_path / "in"))
     by = ["at", "price", "n", "flag", "raw", "ntz"]
-    df = stream(spark, tmp_path, schema)
+    df = runs.stream(spark, tmp_path, schema)
     runs.ran(tail_mean(df, "loss", Exponential(2), by=by, order_by="day"), tmp_path)
     back = spark.read.parquet(str(tmp_path / "out"))
     assert back.schema[:-1] == written.schema
@@ -225,39 +185,53 @@ def test_a_stream_without_keys_or_order(spark, tmp_path):
     schema = pa.schema([("loss", pa.float64())])
     put(tmp_path, "0", [{"loss": 1.0}], schema)
     put(tmp_path, "1", [{"loss": 3.0}], schema)
-    df = tail_mean(stream(spark, tmp_path, "loss double"), "loss", 2)
+    df = tail_mean(runs.stream(spark, tmp_path, "loss double"), "loss", 2)
     assert df.columns == ["loss", "loss_tail"]
     runs.ran(df, tmp_path)
-    assert out(spark, tmp_path, "loss", "loss_tail") == [(1.0, 1.0), (3.0, 2.0)]
+    assert runs.out(spark, tmp_path, "loss", "loss_tail") == [(1.0, 1.0), (3.0, 2.0)]
     assert saved_states(spark, str(tmp_path / "checkpoint")).columns == ["column", "state"]
 
 
-@pytest.mark.parametrize(("ttl", "second"), [(3600, 3.0), (1, 5.0)], ids=["kept", "forgotten"])
+@pytest.mark.parametrize(
+    ("ttl", "second"),
+    [
+        pytest.param(dt.timedelta(hours=1), 3.0, marks=exhaustive("forgetting takes as long")),
+        (dt.timedelta(milliseconds=1), 5.0),
+    ],
+    ids=["kept", "forgotten"],
+)
 def test_a_key_without_rows_is_forgotten(ttl, second, spark, tmp_path):
     put(tmp_path, "0", given(("a", 1, 1.0)), SMALL)
-    df = tail_mean(stream(spark, tmp_path), "loss", 1.0, by="run", ttl=dt.timedelta(seconds=ttl))
+    put(tmp_path, "1", given(("a", 2, 5.0)), SMALL)
+    df = tail_mean(runs.stream(spark, tmp_path), "loss", 1.0, by="run", ttl=ttl)
     query = runs.started(df, tmp_path, processingTime="0 seconds")
-
-    def wait(batches):  # it makes batches without rows, too, and never says that it has done all
-        deadline = time.monotonic() + 100
-        while sum(batch["numInputRows"] > 0 for batch in query.recentProgress) < batches:
-            assert query.isActive
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-
-    try:
-        wait(1)
-        time.sleep(min(ttl, 1.5))
-        put(tmp_path, "1", given(("a", 2, 5.0)), SMALL)
-        wait(2)
+    try:  # it makes batches without rows, too, and never says that it has done all
+        while sum(batch["numInputRows"] for batch in query.recentProgress) < 2:
+            assert query.isActive, query.exception()
+            time.sleep(0.05)
     finally:
         query.stop()
-    assert out(spark, tmp_path, "step", "loss_tail") == [(1, 1.0), (2, second)]
+    assert runs.out(spark, tmp_path, "step", "loss_tail") == [(1, 1.0), (2, second)]
+
+
+@pytest.mark.parametrize(
+    ("ttl", "milliseconds"),
+    [
+        (None, None),
+        (dt.timedelta(days=7), 604_800_000),
+        (dt.timedelta(seconds=1.5), 1500),
+        (dt.timedelta(microseconds=1), 1),
+    ],
+)
+def test_spark_is_told_the_ttl_in_milliseconds(ttl, milliseconds):
+    handle = Mock()
+    _Processor("job", "key", ttl).init(handle)
+    handle.getMapState.assert_called_once_with("averages", "key", "state binary", milliseconds)
 
 
 def test_mistakes_are_told_before_anything_runs(spark, tmp_path):
     (tmp_path / "in").mkdir()
-    lines = stream(spark, tmp_path)
+    lines = runs.stream(spark, tmp_path)
     for mistake, error, message in (
         (
             {"columns": "acc"},
