@@ -16,6 +16,7 @@ from tailavg.core.profile import dense_weights, profile
 from tailavg.core.rules import size_of
 from tests.support.any_tails import TAILS, Tails, every_tail
 from tests.support.cases import short
+from tests.support.effort import some
 from tests.support.schedule import advance, closes, turn
 
 # The blocks
@@ -25,7 +26,7 @@ from tests.support.schedule import advance, closes, turn
 def test_blocks_are_those_of_the_policy_at_every_step(rule):
     tails, starts = Tails(rule), [0]
     average = TailAverage(rule)
-    for t in range(1, 3001):
+    for t in range(1, 2001):
         tails.add()
         average.update(1.0)
         starts = advance(rule, starts, t)
@@ -68,14 +69,14 @@ def sizes_of_the_policy(rule, steps):
     "rule", [AnyTail(), AnyTail(6), AnyTail(8, 0.4), AnyTail(20, 0.03)], ids=short
 )
 def test_blocks_are_those_of_the_policy_after_a_million_and_a_billion(rule):
-    for t in (10**5, 10**6, 10**6 + 12345, 10**9, 10**12 + 1):
+    for t in (10**6 + 12345, 10**9):
         starts = advance(rule, [0], t)
         assert starts == sizes_of_the_policy(rule, t)
         assert starts[0] == 0
         assert len(starts) == rule.accumulators
 
 
-@settings(max_examples=60)
+@settings(max_examples=some(30, 100))
 @given(
     st.integers(6, 40),
     st.one_of(st.floats(0.001, 0.999), st.sampled_from([0.1, 0.25, 1 / 3, 0.5])),
@@ -177,8 +178,8 @@ def check_effective_size(rule, window, starts, t):
 @pytest.mark.parametrize("rule", [*TAILS, AnyTail(10, 0.001), AnyTail(6, 0.999)], ids=short)
 def test_the_effective_size_is_that_of_the_window(rule):
     random, starts = np.random.default_rng(0), [0]
-    sampled = np.unique(np.geomspace(301, 10**6, 25).astype(int)).tolist()
-    for t in [*range(1, 301), *sampled]:
+    sampled = np.unique(np.geomspace(101, 10**6, 25).astype(int)).tolist()
+    for t in [*range(1, 101), *sampled]:
         starts = advance(rule, starts, t)
         fractions = rule.shortest + (1 - rule.shortest) * random.random(4)
         least = max(1, math.ceil(rule.shortest * t))
@@ -190,7 +191,7 @@ def test_the_effective_size_is_that_of_the_window(rule):
                 check_effective_size(rule, window, starts, t)
 
 
-@settings(max_examples=200)
+@settings(max_examples=some(100, 400))
 @given(
     st.integers(6, 40),
     st.one_of(st.floats(0.003, 0.999), st.sampled_from([0.1, 0.07, 0.25, 1 / 3, 0.5])),

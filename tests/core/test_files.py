@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-import signal
 import stat
 import subprocess
 import sys
-import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
 from tailavg.core import files
 from tailavg.core.files import InUseError, check_writable, locked, whole_file
+from tests.support.processes import started
 
 
 def write(path: Path, data: bytes = b"new") -> None:
@@ -134,33 +135,24 @@ def test_an_exception_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> No
 
 
 WRITER = """
-import sys, time
+import sys
 from tailavg.core.files import locked, whole_file
 with {context}(sys.argv[1]) as file:
     if file is not None:
         file.write(b"half of it")
         file.flush()
     print("ready", flush=True)
-    time.sleep(60)
+    sys.stdin.read()
 """
 
 
-def start(path: Path, context: str) -> subprocess.Popen[str]:
-    writer = subprocess.Popen(
-        [sys.executable, "-c", WRITER.format(context=context), str(path)],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert writer.stdout is not None
-    assert writer.stdout.readline() == "ready\n"
-    return writer
-
-
-def kill(writer: subprocess.Popen[str]) -> None:
-    writer.send_signal(signal.SIGKILL)
-    writer.wait()
-    assert writer.stdout is not None
-    writer.stdout.close()
+@contextmanager
+def writer(path: Path, context: str) -> Iterator[None]:
+    """Run a process that is in the middle of this context, and kill it with the block."""
+    program, pipe = WRITER.format(context=context), subprocess.PIPE
+    with started(sys.executable, "-c", program, path, stdin=pipe, stdout=pipe) as process:
+        assert process.stdout.readline() == b"ready\n"
+        yield
 
 
 def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
@@ -169,16 +161,14 @@ def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path: Path) 
     others = [".file.0123abcd.tmp", ".file2.01234567.tailavg", ".file.0123.tailavg"]
     for name in others:
         (tmp_path / name).write_bytes(b"of somebody else")
-    kill(start(path, "whole_file"))
+    with writer(path, "whole_file"):
+        pass
     assert path.read_bytes() == b"old"
     assert len(leftovers(tmp_path)) == len(others) + 1
-    alive = start(path, "whole_file")  # this one removes it, and is at work itself
-    try:
+    with writer(path, "whole_file"):  # this one removes it, and is at work itself
         assert len(leftovers(tmp_path)) == len(others) + 1
         write(path)
         assert len(leftovers(tmp_path)) == len(others) + 1
-    finally:
-        kill(alive)
     write(path)
     assert sorted(leftovers(tmp_path)) == sorted(others)
 
@@ -204,26 +194,23 @@ def test_a_file_that_was_taken_for_a_leftover_is_made_again(
 
 def test_a_lock_keeps_others_out_until_its_process_ends(tmp_path: Path) -> None:
     path = tmp_path / "state"
-    owner = start(path, "locked")
-    try:
-        with pytest.raises(InUseError, match="in use by another process"), locked(path):
-            pass
-    finally:
-        kill(owner)
+    with (
+        writer(path, "locked"),
+        pytest.raises(InUseError, match="in use by another process"),
+        locked(path),
+    ):
+        pass
     with locked(path):
         pass
     assert not leftovers(tmp_path)
 
 
-def test_a_lock_is_held_by_one_at_a_time(tmp_path: Path) -> None:
-    """Processes that take and leave a lock, which is a file that comes and goes."""
-    (tmp_path / "count").write_text("0")
-    program = """
+COUNTER = """
 import sys, time
 from pathlib import Path
 from tailavg.core.files import InUseError, locked
 count, done = Path(sys.argv[1]), 0
-while done < 100:
+while done < 50:
     try:
         with locked(count):
             n = int(count.read_text())
@@ -233,9 +220,14 @@ while done < 100:
     except InUseError:
         pass
 """
-    workers = [
-        subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "count")]) for _ in range(3)
-    ]
-    deadline = time.monotonic() + 60
-    assert [worker.wait(deadline - time.monotonic()) for worker in workers] == [0, 0, 0]
-    assert (tmp_path / "count").read_text() == "300"
+
+
+def test_a_lock_is_held_by_one_at_a_time(tmp_path: Path) -> None:
+    """Processes that take and leave a lock, which is a file that comes and goes."""
+    count = tmp_path / "count"
+    count.write_text("0")
+    with ExitStack() as stack:
+        command = (sys.executable, "-c", COUNTER, count)
+        counters = [stack.enter_context(started(*command)) for _ in range(3)]
+        assert [counter.wait(600) for counter in counters] == [0, 0, 0]
+    assert count.read_text() == "150"

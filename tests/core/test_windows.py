@@ -5,7 +5,6 @@ from dataclasses import FrozenInstanceError
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -90,23 +89,6 @@ def test_a_size_that_misses_a_whole_number_by_rounding_is_that_number():
         for t in range(100, 10_001, 100):
             expected = hundredths * t // 100
             assert Growing(hundredths / 100).size(t) == expected
-
-
-@pytest.mark.parametrize(
-    "window",
-    [
-        Fixed(7),
-        *map(Growing, [*FRACTIONS, 0.123456789123, 11 / 1_000_003, 1 - 2**-53]),
-        Growing(0.07, 2**24 + 1),
-    ],
-)
-def test_size_of_a_tensor_is_that_of_a_number_to_the_last_bit(window):
-    prime = 1_000_003  # 11 / prime is no ratio below a million: its sizes are rounded
-    steps = [*range(1, 2000), 2**24 + 1, 10**9 + 7, 2**51 + 1, *range(prime, 200 * prime, prime)]
-    expected = [window.size(t) for t in steps]
-    t = torch.tensor(steps, dtype=torch.float64)
-    assert torch.broadcast_to(torch.as_tensor(window.size(t)), t.shape).tolist() == expected
-    assert [float(window.size(each)) for each in t] == expected
 
 
 @given(

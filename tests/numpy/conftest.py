@@ -1,9 +1,23 @@
 import pytest
 
-from tailavg.numpy import compiling
+from tailavg.numpy import compiling, loops
 
 
 @pytest.fixture
 def without_numba(monkeypatch):
     """As if numba were not installed."""
     monkeypatch.setattr(compiling, "installed", lambda: False)
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Scan with compiled loops from the first number on."""
+    pytest.importorskip("numba", reason="numba is not installed: there are no compiled loops")
+    monkeypatch.setattr(loops, "_taken", loops.LONG)
+
+
+@pytest.fixture(params=["compiled", "without_numba"])
+def scanner(request):
+    """How samples are scanned."""
+    request.getfixturevalue(request.param)
+    return request.param

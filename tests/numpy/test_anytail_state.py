@@ -1,6 +1,7 @@
 """AnyTail: a resumed run is as one that never stopped, and what was tampered with is refused."""
 
 import math
+from itertools import cycle
 
 import numpy as np
 import pytest
@@ -8,29 +9,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tailavg import AnyTail, AnytimeWindow, Exponential, RawTail, TailAverage
-from tests.support.cases import KINDS, WAYS, bits, chunks, short, take
+from tests.support.cases import KINDS, WAYS, bits, chunks, of_kinds, of_rules, take, ways_for
+from tests.support.effort import some
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", ["float", "complex", "0-d float32", "float32 (3,)", "int32 (2,)"])
-@pytest.mark.parametrize("rule", [AnyTail(), AnyTail(6, 0.4)], ids=short)
-def test_a_resumed_run_is_as_one_that_never_stopped_to_the_bit(rule, kind, way):
-    if way == "json" and kind != "float":
-        return
-    kind = KINDS[kind]
-    xs, average = kind.draw(1500), TailAverage(rule)
-    for stop, after in [(1, 4), (4, 12), (12, 37), (37, 290), (290, 900), (900, 1500)]:
+@of_kinds("float", "complex", "0-d float32", "float32 (3,)", "int32 (2,)")
+@of_rules([AnyTail(), AnyTail(6, 0.4)])
+def test_a_resumed_run_is_as_one_that_never_stopped_to_the_bit(rule, kind):
+    """Each way is gone on from once."""
+    xs, ways, average = kind.draw(1500), ways_for(kind), TailAverage(rule)
+    stops = [(1, 4), (4, 12), (12, 37), (37, 290), (290, 900), (900, 1500)]
+    for (stop, after), chosen in zip(stops, cycle(ways), strict=False):
         half = (stop + after) // 2
         take(average, kind, xs[average.count : stop], "update", 1.0)
-        resumed = WAYS[way](average)
+        resumed = ways[chosen](average)
+        assert bits(resumed) == bits(average), chosen
         assert resumed == average
         assert repr(resumed) == repr(average)
-        assert bits(resumed) == bits(average)
         for run in (average, resumed):
             take(run, kind, xs[stop:half], "update", 1.0)
             run.update_many(xs[half : half + 1])
             run.scan(xs[half + 1 : after], 0.5)
-        assert bits(resumed) == bits(average)
+        assert bits(resumed) == bits(average), chosen
         for window in (rule.shortest, 0.77, 1500):
             once, again = average.value(window), resumed.value(window)
             assert np.asarray(once).tobytes() == np.asarray(again).tobytes()
@@ -38,17 +38,17 @@ def test_a_resumed_run_is_as_one_that_never_stopped_to_the_bit(rule, kind, way):
         average = resumed
 
 
-@settings(max_examples=40)
+@settings(max_examples=some(20, 60))
 @given(
     st.integers(6, 20),
     st.floats(0.01, 0.9),
     st.sampled_from(["float", "0-d float32", "float32 (3,)", "complex128 (2, 3)"]),
-    st.sampled_from(sorted(WAYS)),
+    st.data(),
     chunks(700),
 )
-def test_a_run_resumed_after_every_chunk_is_as_one_that_never_was(m, shortest, kind, way, parts):
+def test_a_run_resumed_after_every_chunk_is_as_one_that_never_was(m, shortest, kind, data, parts):
     kind = KINDS[kind]
-    way = "file" if way == "json" and kind.shape is not None else way
+    way = data.draw(st.sampled_from(sorted(ways_for(kind))))
     xs = kind.draw(700)
     average = stopped = TailAverage(AnyTail(m, shortest))
     for start, end, method in parts:

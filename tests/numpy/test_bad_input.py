@@ -7,14 +7,11 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from tailavg import AnytimeWindow, ExactWindow, Exponential, Growing, RawTail, TailAverage
-from tests.support.cases import RULES, short
+from tailavg import AnytimeWindow, ExactWindow, Exponential, Growing, TailAverage
+from tests.support.cases import of_rules
 
 NAN = math.nan
-SOME_RULES = [
-    AnytimeWindow(3), AnytimeWindow(0.5), Exponential(10), ExactWindow(4), RawTail(0.5, total=20),
-]  # fmt: skip
-some_rules = pytest.mark.parametrize("rule", SOME_RULES, ids=short)
+few_rules = of_rules([AnytimeWindow(10), Exponential(10), ExactWindow(0.3)])
 errors = (ValueError, TypeError)
 
 
@@ -35,7 +32,7 @@ def refuses(average, call, error, match):
     np.testing.assert_array_equal(average.value(), twin.value())
 
 
-def started(rule, sample, steps=7, **options):
+def started(rule, sample, steps=12, **options):
     average = TailAverage(rule, **options)
     for _ in range(steps):
         average.update(sample)
@@ -65,26 +62,16 @@ not_numbers = pytest.mark.parametrize("bad", NOT_NUMBERS.values(), ids=NOT_NUMBE
 
 
 @not_numbers
-@pytest.mark.parametrize("steps", [0, 1, 7])
-@some_rules
-def test_a_sample_that_is_not_a_number_is_refused(rule, steps, bad):
+@few_rules
+def test_a_sample_that_is_not_a_number_is_refused(rule, bad):
     match = r"expected (real or complex )?numbers, got"
-    refuses(started(rule, 1.0, steps), lambda average: average.update(bad), TypeError, match)
-
-
-@not_numbers
-@some_rules
-def test_samples_that_are_not_numbers_are_refused(rule, bad):
-    def many(average):
-        average.update_many([1.0, bad])
-
-    def scan(average):
-        average.scan([1.0, bad])
-
-    for steps in (0, 7):
-        for call in (many, scan):
-            if bad is not np.ma.masked and type(bad) is not np.ma.MaskedArray:
-                refuses(started(rule, 1.0, steps), call, errors, "expected")
+    for steps in (0, 1, 12):
+        refuses(started(rule, 1.0, steps), lambda average: average.update(bad), TypeError, match)
+        for call in (
+            lambda average: average.update_many([1.0, bad]),
+            lambda average: average.scan([1.0, bad]),
+        ):
+            refuses(started(rule, 1.0, steps), call, errors, "expected")
 
 
 @pytest.mark.parametrize(
@@ -104,9 +91,9 @@ def test_samples_that_are_not_numbers_are_refused(rule, bad):
     ],
     ids=repr,
 )
-@some_rules
+@few_rules
 def test_an_array_of_what_are_not_numbers_is_refused(rule, bad):
-    for steps in (0, 7):
+    for steps in (0, 12):
         for call in (
             lambda average: average.update(bad),
             lambda average: average.update_many(bad),
@@ -124,7 +111,7 @@ def test_an_array_of_what_are_not_numbers_is_refused(rule, bad):
         ((2,), (0,)), ((1,), ()), ((1,), (2,)),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("rule", RULES, ids=short)
+@few_rules
 def test_a_sample_of_another_shape_is_refused_even_if_it_could_be_broadcast(rule, shape, other):
     average = started(rule, np.ones(shape))
     match = r"expected shape \("
@@ -140,7 +127,7 @@ def test_a_sample_of_another_shape_is_refused_even_if_it_could_be_broadcast(rule
 
 
 @pytest.mark.parametrize("sample", [1.0, np.ones(2), np.ones(2, "f4")], ids=["float", "f8", "f4"])
-@pytest.mark.parametrize("rule", RULES, ids=short)
+@few_rules
 def test_complex_samples_are_refused_by_an_average_of_reals(rule, sample):
     average, bad = started(rule, sample), sample * (1 + 2j)
     match = "expected real numbers"
@@ -152,16 +139,16 @@ def test_complex_samples_are_refused_by_an_average_of_reals(rule, sample):
 
 
 @pytest.mark.parametrize("empty", [[], (), np.empty(0), np.empty((0, 2)), np.empty((0, 0, 3))])
-@pytest.mark.parametrize("rule", RULES, ids=short)
+@few_rules
 def test_an_empty_chunk_is_refused(rule, empty):
     for average in (TailAverage(rule), started(rule, 1.0), started(rule, np.ones(2))):
         refuses(average, lambda average: average.update_many(empty), ValueError, "empty chunk")
         refuses(average, lambda average: average.scan(empty), ValueError, "empty chunk")
 
 
-@some_rules
+@few_rules
 def test_one_number_is_not_a_chunk(rule):
-    for steps in (0, 7):
+    for steps in (0, 12):
         for number in (1.0, 3, np.array(1.0)):
             average = started(rule, 1.0, steps)
             match = "expected a sequence"
@@ -169,12 +156,12 @@ def test_one_number_is_not_a_chunk(rule):
             refuses(average, lambda average, x=number: average.scan(x), ValueError, match)
 
 
-@pytest.mark.parametrize("rule", RULES, ids=short)
+@few_rules
 @pytest.mark.parametrize(
     ("sample", "bad"), [(1.0, NAN), (1j, complex(0, NAN)), (np.ones(3), np.array([1.0, NAN, 2.0]))]
 )
 def test_nan_is_refused_under_raise_wherever_it_stands(rule, sample, bad):
-    for steps in (0, 7):
+    for steps in (0, 12):
         average = started(rule, sample, steps, nan_policy="raise")
         refuses(average, lambda average: average.update(bad), ValueError, "expected no NaN")
         for chunk in ([bad], [sample, bad], [sample] * 300 + [bad], [bad, sample]):
@@ -184,7 +171,7 @@ def test_nan_is_refused_under_raise_wherever_it_stands(rule, sample, bad):
                         getattr(average, call)(chunk), ValueError, at)  # fmt: skip
 
 
-@pytest.mark.parametrize("rule", RULES, ids=short)
+@few_rules
 def test_infinity_is_no_error_under_any_policy(rule):
     for policy in ("propagate", "raise", "omit"):
         average = TailAverage(rule, nan_policy=policy)
@@ -194,7 +181,7 @@ def test_infinity_is_no_error_under_any_policy(rule):
         assert average.count == 3
 
 
-@pytest.mark.parametrize("rule", RULES, ids=short)
+@few_rules
 def test_nothing_can_be_read_before_the_first_sample(rule):
     average = TailAverage(rule)
     refuses(average, lambda average: average.value(), ValueError, "value: expected at least one")
@@ -205,19 +192,19 @@ def test_nothing_can_be_read_before_the_first_sample(rule):
     assert TailAverage(rule).count == 0
 
 
-@some_rules
+@few_rules
 @pytest.mark.parametrize("x", [2**63, -(2**64), 10**30])
 def test_whole_numbers_may_be_of_any_size_at_any_step(rule, x):
-    for steps in (0, 1, 7):
+    for steps in (0, 1, 12):
         average = TailAverage(rule)
         for _ in range(steps + 1):
             average.update(x)
         assert average.value() == pytest.approx(float(x), rel=1e-12)
 
 
-@some_rules
+@few_rules
 def test_a_whole_number_beyond_all_floats_is_refused_at_any_step(rule):
-    for steps in (0, 1, 7):
+    for steps in (0, 1, 12):
         average = started(rule, 1.0, steps)
         refuses(average, lambda average: average.update(10**400), (*errors, OverflowError), ".")
 

@@ -14,13 +14,10 @@ from tests.support.model import Blocks, Window
 
 TAILS = [
     AnyTail(),
-    AnyTail(6),
     AnyTail(6, 0.5),
-    AnyTail(7, 0.9),
-    AnyTail(8, 0.01),
-    AnyTail(9, 1 / 3),
-    AnyTail(16, 0.25),
-    AnyTail(30, 0.07),
+    AnyTail(7, 0.9),  # a fraction near 1
+    AnyTail(8, 0.01),  # blocks that close only when they hold the shortest window
+    AnyTail(30, 1 / 3),  # many blocks, and a fraction that no float is
 ]
 every_tail = pytest.mark.parametrize("rule", TAILS, ids=short)
 

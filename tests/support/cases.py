@@ -1,11 +1,17 @@
-"""The rules and kinds of samples that the tests share."""
+"""The one table of rules, kinds of samples and ways to move a state.
+
+A test of a contract runs over `RULES` with one kind of samples, over `CASES` (rules and kinds), or
+over `EVERY_RULE` where a case is cheap. The strategies below draw any other rule.
+"""
 
 import copy
 import json
+import math
 import pickle
 import re
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -29,35 +35,41 @@ CAPPED = Growing(0.5, at_most=40)
 
 WINDOWS = [Fixed(1), Fixed(10), Growing(0.25), Growing(1.0), Growing(0.123456789123), CAPPED]
 
+# Every class of store and every branch of a clock. An AnyTail needs a window to be read:
+# tests/support/any_tails.py has those.
 RULES = [
-    AnytimeWindow(1),
-    AnytimeWindow(10),
-    AnytimeWindow(7, 2),
-    AnytimeWindow(100, 13),
-    AnytimeWindow(400, 4),
-    AnytimeWindow(0.01),
-    AnytimeWindow(0.3),
-    AnytimeWindow(0.9, 2),
-    AnytimeWindow(1.0, 5),
-    AnytimeWindow(CAPPED, 4),
-    AnytimeWindow(10, 4, turns="paper"),
-    AnytimeWindow(0.25, 5, turns="paper"),
-    AnytimeWindow(CAPPED, 3, turns="paper"),
-    Exponential(1),
-    Exponential(10),
-    Exponential(400),
-    Exponential(0.01),
-    Exponential(0.3),
-    Exponential(1.0),
-    Exponential(CAPPED),
-    ExactWindow(1),
-    ExactWindow(10),
-    ExactWindow(0.3),
-    ExactWindow(CAPPED),
-    RawTail(0.25, total=200),
-    RawTail(10, total=100),
-    RawTail(50, total=20),
+    AnytimeWindow(10),  # blocks shorter than a sum of 256, all alike
+    AnytimeWindow(400, 2),  # and longer; the newest block may hold more than the window
+    AnytimeWindow(0.3),  # blocks that grow
+    AnytimeWindow(0.25, 5, turns="paper"),  # and are lopsided
+    AnytimeWindow(CAPPED, 4),  # blocks that grow, and then are alike
+    RawTail(0.25, total=200),  # one block, that begins late
+    Exponential(10),  # a decay that is constant in the end
+    Exponential(0.3),  # and one that grows for ever
+    ExactWindow(0.3),  # the samples themselves
 ]
+
+# Extremes, and further combinations of the same branches.
+MORE_RULES = [
+    AnytimeWindow(1),  # the latest sample
+    AnytimeWindow(1.0, 5),  # all samples: no block is ever given up
+    AnytimeWindow(0.01),  # a window of one sample for long
+    AnytimeWindow(100, 13),  # many blocks, which do not divide the window
+    AnytimeWindow(10, 4, turns="paper"),
+    AnytimeWindow(CAPPED, 3, turns="paper"),
+    RawTail(10, total=100),
+    RawTail(50, total=20),  # a window longer than the run
+    Exponential(1),
+    Exponential(1.0),
+    Exponential(400),
+    Exponential(CAPPED),
+    ExactWindow(10),
+    ExactWindow(CAPPED),
+]
+EVERY_RULE = RULES + MORE_RULES
+
+# One rule for each class of store and each kind of clock, for what does not depend on the rest.
+FEW_RULES = [RULES[0], RULES[2], RULES[5], RULES[6], RULES[8]]
 
 
 @dataclass(frozen=True)
@@ -83,22 +95,31 @@ class Kind:
 
 
 KINDS = {
-    "float": Kind("float64", None, "float64"),
+    "float": Kind("float64", None, "float64"),  # has a store of its own
+    "complex": Kind("complex128", None, "complex128"),  # a number in the store of arrays
+    "0-d float32": Kind("float32", (), "float32", 4e-6),  # an array, and not a number
+    "float16 (3,)": Kind("float16", (3,), "float32", 4e-6),  # held in another dtype
+    "float32 (3,)": Kind("float32", (3,), "float32", 4e-6),  # few digits
+    "complex128 (2, 3)": Kind("complex128", (2, 3), "complex128"),  # more than one axis
+}
+MORE_KINDS = {
     "int": Kind("int64", None, "float64"),
-    "complex": Kind("complex128", None, "complex128"),
     "0-d float64": Kind("float64", (), "float64"),
-    "0-d float32": Kind("float32", (), "float32", 4e-6),
-    "float16 (3,)": Kind("float16", (3,), "float32", 4e-6),
-    "float32 (3,)": Kind("float32", (3,), "float32", 4e-6),
-    "float64 (3,)": Kind("float64", (3,), "float64"),
     "float64 (1,)": Kind("float64", (1,), "float64"),
+    "float64 (3,)": Kind("float64", (3,), "float64"),
     "complex64 (2,)": Kind("complex64", (2,), "complex64", 4e-6),
-    "complex128 (2, 3)": Kind("complex128", (2, 3), "complex128"),
     "int32 (2,)": Kind("int32", (2,), "float64"),
     "uint8 (2, 2)": Kind("uint8", (2, 2), "float64"),
     "float64 (8, 16)": Kind("float64", (8, 16), "float64"),
 }
-FLOAT, ROW = KINDS["float"], KINDS["float64 (3,)"]
+EVERY_KIND = KINDS | MORE_KINDS
+FLOAT, ROW = EVERY_KIND["float"], EVERY_KIND["float64 (3,)"]
+
+# Kinds, and what to put in place of some samples.
+BAD_SAMPLES = [
+    *((FLOAT, bad) for bad in (math.nan, math.inf, -math.inf)),
+    (ROW, [math.nan, math.inf, -math.inf]),
+]
 
 
 def samples(steps: int = 600, shape=(5,), dtype="float64", seed: int = 0) -> np.ndarray:
@@ -137,6 +158,33 @@ def short(rule) -> str:
 
 
 of_rules = partial(pytest.mark.parametrize, "rule", ids=short)
+
+
+def of_kinds(*names: str):
+    """Run a test with these kinds of samples."""
+    kinds = [EVERY_KIND[name] for name in names]
+    return pytest.mark.parametrize("kind", kinds, ids=names)
+
+
+# Rules and the names of kinds: every pair of the first tables, and some pairs with each other one.
+BLOCK_RULES, OTHER_RULES = RULES[:6], RULES[6:]
+CASES = [
+    *((rule, name) for rule in RULES for name in KINDS),
+    *((rule, "float") for rule in MORE_RULES),
+    *zip(cycle(BLOCK_RULES), MORE_KINDS),
+    *zip(cycle(OTHER_RULES), MORE_KINDS),
+]
+
+
+def of_pairs(pairs):
+    """Run a test with these rules, each with the kind of this name."""
+    cases = [
+        pytest.param(rule, EVERY_KIND[name], id=f"{short(rule)}-{name}") for rule, name in pairs
+    ]
+    return pytest.mark.parametrize(("rule", "kind"), cases)
+
+
+of_cases = of_pairs(CASES)
 
 METHODS = ["update", "update_many", "scan"]
 every_method = pytest.mark.parametrize("method", METHODS)
@@ -196,6 +244,11 @@ WAYS = {
     "copy": lambda average: average.copy(),
     "deepcopy": copy.deepcopy,
 }
+
+
+def ways_for(kind: Kind) -> dict:
+    """The ways that samples of this kind can go: JSON has no arrays."""
+    return {name: way for name, way in WAYS.items() if name != "json" or kind.shape is None}
 
 
 def bits(average):

@@ -1,4 +1,4 @@
-"""States and files with something wrong in them, and a watch on the time and memory they take."""
+"""States and files with something wrong in them, and limits of time and memory."""
 
 from __future__ import annotations
 
@@ -138,19 +138,19 @@ def broken(data: bytes, number: int, seed: int) -> Iterator[bytes]:
 
 
 def within(call: Callable[[], Any], seconds: float = 2.0, megabytes: float = 20.0) -> Any:
-    """Call something in limited time and memory."""
+    """Call something in limited processor time and memory."""
 
     def late(*_: Any) -> None:
         raise AssertionError(f"expected an end within {seconds} s")
 
-    before = signal.signal(signal.SIGALRM, late)
+    before = signal.signal(signal.SIGPROF, late)
     tracemalloc.start()
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         return call()
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert peak < megabytes * 1e6, f"{peak / 1e6:.0f} MB"
