@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, RawTail, TailAverage
+from tailavg.numpy import loops
 from tests.support.cases import FEW_RULES
 from tests.support.effort import some
 from tests.support.interrupts import Interrupt, interrupted
@@ -31,6 +32,15 @@ CASES = [
     *((rule, kind) for rule in RULES[2:4] for kind in KINDS if kind != "numbers"),
     (RULES[4], "arrays"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def from_the_first_number_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scan with compiled loops, if there are some, and not with plain ones until there were many.
+
+    An interrupt is told by its opcode: each call must take the same path.
+    """
+    monkeypatch.setattr(loops, "_taken", loops.LONG)
 
 
 def samples(n: int, shape: tuple[int, ...] = ()) -> Any:
@@ -77,15 +87,17 @@ def test_an_update_is_whole(rule: Any, kind: str) -> None:
     options = KINDS[kind]
     sample = samples(1, options.get("shape", ()))[0]
     x = sample if "shape" in options else float(sample)
-    counts = (0, 17, 256, 257)
+
+    def update(average: TailAverage) -> None:
+        average.update(x)
+
+    counts, most = (0, 17, 256, 257), 60 if kind == "numbers" else 30
     due = [not made(rule, count, **options)._left for count in counts]
     plain = isinstance(rule, ExactWindow | RawTail) or "nan_policy" in options
     assert True in due  # a fold or a turn comes with it
     assert plain or False in due  # or nothing but an addition
     for count in counts:
-        check(
-            rule, count, options, lambda average: average.update(x), 60 if kind == "numbers" else 30
-        )
+        check(rule, count, options, update, most)
 
 
 @pytest.mark.parametrize(
