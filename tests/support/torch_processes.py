@@ -5,10 +5,13 @@ import inspect
 import multiprocessing
 import queue
 import sys
+import tempfile
 import time
 import traceback
 import warnings
+from contextlib import closing
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -35,7 +38,7 @@ def other_processes():
     return context
 
 
-def exit_code(function, *args, seconds: float = 60) -> int | None:
+def exit_code(function, *args, seconds: float = 600) -> int | None:
     """Call a function of a test module in a process of its own."""
     process = other_processes().Process(target=_call, args=(_place(function), args), daemon=True)
     process.start()
@@ -50,52 +53,89 @@ def _place(function) -> tuple[str, str, str]:
 def _call(place, args):
     """Load the module from its file, under the name that pytest gave it."""
     module, path, name = place
-    spec = importlib.util.spec_from_file_location(module, path)
-    sys.modules[module] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules[module])
+    if module not in sys.modules:
+        spec = importlib.util.spec_from_file_location(module, path)
+        sys.modules[module] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[module])
     return getattr(sys.modules[module], name)(*args)
 
 
-def on_ranks(world: int, function, *args, seconds: float = 60) -> list:
-    """Call a function of a test module in each process of a new gloo group; what they return."""
-    context = other_processes()
-    answers = context.Queue()
-    store = args[0] / f"store-{function.__name__}-{world}-{time.monotonic_ns()}"
-    ranks = [
-        context.Process(
-            target=_rank,
-            args=(rank, world, str(store), _place(function), args, answers),
-            daemon=True,
-        )
-        for rank in range(world)
-    ]
-    for process in ranks:
-        process.start()
-    results, until = {}, time.monotonic() + seconds
-    try:
-        while len(results) < world:
+class Group:
+    """Processes that form a gloo group and call functions together, until they are closed."""
+
+    def __init__(self, world: int, store: Path):
+        context = other_processes()
+        self.world, self.answers = world, context.Queue()
+        self.calls = [context.Queue() for _ in range(world)]
+        self.processes = [
+            context.Process(
+                target=_rank, args=(rank, world, str(store), calls, self.answers), daemon=True
+            )
+            for rank, calls in enumerate(self.calls)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def __call__(self, function, *args, seconds: float = 600) -> list:
+        """Call a function of a test module on every rank, and return what each returns."""
+        for calls in self.calls:
+            calls.put((_place(function), args))
+        results, until = {}, time.monotonic() + seconds
+        while len(results) < self.world:
             try:
-                rank, result, error = answers.get(timeout=0.2)
+                rank, result, error = self.answers.get(timeout=0.2)
             except queue.Empty:
-                dead = [p.exitcode for p in ranks if p.exitcode]
+                dead = [process.exitcode for process in self.processes if process.exitcode]
                 assert not dead, f"a rank died with exit code {dead[0]}"
                 assert time.monotonic() < until, f"no answer after {seconds} s"
                 continue
-            assert error is None, f"rank {rank} of {world}:\n{error}"
+            assert error is None, f"rank {rank} of {self.world}:\n{error}"
             results[rank] = result
-        for process in ranks:
-            process.join(10)
-    finally:
-        for process in ranks:
+        return [results[rank] for rank in range(self.world)]
+
+    def close(self, wait: bool = True) -> None:
+        """End the processes; do not wait for them if one has failed."""
+        for calls in self.calls:
+            calls.put(None)
+        for process in self.processes:
+            process.join(60 if wait else 0)
             if process.is_alive():
                 process.kill()
             process.join()
             process.close()
-        answers.close()
-    return [results[rank] for rank in range(world)]
+        for queue_ in (*self.calls, self.answers):
+            queue_.close()
 
 
-def _rank(rank, world, store, place, args, answers) -> None:
+class Groups:
+    """Groups by their number of processes. Each serves many calls, since it takes long to start."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.groups, self.started = folder, {}, 0
+
+    def __call__(self, world: int, function, *args, **options) -> list:
+        """Call a function on every rank of a group, as `Group` does."""
+        if world not in self.groups:
+            self.started += 1
+            self.groups[world] = Group(world, self.folder / f"store-{self.started}")
+        try:
+            return self.groups[world](function, *args, **options)
+        except BaseException:
+            self.groups.pop(world).close(wait=False)
+            raise
+
+    def close(self) -> None:
+        for group in self.groups.values():
+            group.close()
+
+
+def on_ranks(world: int, function, *args, **options) -> list:
+    """Call a function of a test module on every rank of a new group, as `Group` does."""
+    with tempfile.TemporaryDirectory() as folder, closing(Groups(Path(folder))) as groups:
+        return groups(world, function, *args, **options)
+
+
+def _rank(rank, world, store, calls, answers) -> None:
     warnings.filterwarnings("error", module=r"tailavg\.")
     try:
         dist.init_process_group(
@@ -103,11 +143,12 @@ def _rank(rank, world, store, place, args, answers) -> None:
             init_method=f"file://{store}",
             rank=rank,
             world_size=world,
-            timeout=timedelta(seconds=30),
+            timeout=timedelta(seconds=300),
         )
-        result = _call(place, args)
-        answers.put((rank, result, None))
-        dist.barrier()
+        while (call := calls.get()) is not None:
+            result = _call(*call)
+            dist.barrier()  # so that no rank is still at work when the call has returned
+            answers.put((rank, result, None))
         dist.destroy_process_group()
     except BaseException:
         answers.put((rank, None, traceback.format_exc()))

@@ -23,7 +23,6 @@ from tailavg import AnytimeWindow, Exponential
 from tailavg.torch import AveragedModel, ParameterAverage
 from tests.support.cases import short
 from tests.support.torch_models import History, assert_averages, bits, small, wide
-from tests.support.torch_processes import on_ranks
 from tests.support.torch_shards import every_rule, local_bits, trained, whole
 
 # DDP
@@ -64,7 +63,7 @@ def ddp_rank(folder, rule):
 
 
 @every_rule
-def test_ranks_of_ddp_have_the_same_averages(rule, tmp_path):
+def test_ranks_of_ddp_have_the_same_averages(rule, tmp_path, on_ranks):
     first, second = on_ranks(2, ddp_rank, tmp_path, rule)
     assert first == second
 
@@ -119,7 +118,7 @@ def tensor_parallel_rank(folder, rule):
 
 
 @every_rule
-def test_tensor_parallel_models_are_averaged_as_they_lie(rule, tmp_path):
+def test_tensor_parallel_models_are_averaged_as_they_lie(rule, tmp_path, on_ranks):
     first, second = on_ranks(2, tensor_parallel_rank, tmp_path, rule)
     for name, values in first.items():
         np.testing.assert_array_equal(values, second[name])
@@ -169,7 +168,7 @@ def mesh_rank(folder, kind):
 
 
 @pytest.mark.parametrize("kind", ["replicated shards", "sharded tensor parallel"])
-def test_models_on_a_mesh_of_two_dimensions_are_averaged(kind, tmp_path):
+def test_models_on_a_mesh_of_two_dimensions_are_averaged(kind, tmp_path, on_ranks):
     assert all(on_ranks(4, mesh_rank, tmp_path, kind))
 
 
@@ -206,7 +205,7 @@ def offload_rank(folder, rule):
 
 
 @pytest.mark.parametrize("rule", [AnytimeWindow(20), Exponential(5)], ids=short)
-def test_shards_are_offloaded_each_by_its_own_process(rule, tmp_path):
+def test_shards_are_offloaded_each_by_its_own_process(rule, tmp_path, on_ranks):
     on_ranks(2, offload_rank, tmp_path, rule)
 
 
@@ -232,5 +231,5 @@ def ddp_offload_rank(folder):
     return hashlib.sha256(repr(averages).encode()).hexdigest()
 
 
-def test_ranks_of_ddp_offload_side_by_side_and_agree_to_the_bit(tmp_path):
+def test_ranks_of_ddp_offload_side_by_side_and_agree_to_the_bit(tmp_path, on_ranks):
     assert len(set(on_ranks(2, ddp_offload_rank, tmp_path))) == 1

@@ -17,11 +17,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from tailavg import AnytimeWindow
+from tailavg import AnytimeWindow, Exponential, RawTail
 from tailavg.torch import ParameterAverage
+from tests.support.cases import short
 from tests.support.torch_models import History, assert_averages, bits, snapshot
-from tests.support.torch_processes import on_ranks
-from tests.support.torch_shards import SHARDED_RULES, every_rule, fill, local_bits, trained, whole
+from tests.support.torch_shards import SHARDED_RULES, fill, local_bits, trained, whole
 
 
 class Net(nn.Module):
@@ -86,10 +86,10 @@ def full_state(average):
     return full(average.state_dict())
 
 
-def shards_rank(folder, rule):
+def shards_rank(folder, rule, steps):
     model = sharded()
     with CommDebugMode() as communication:
-        average, history = trained(model, rule, 300)
+        average, history = trained(model, rule, steps)
     assert communication.get_total_counts() == 0
     expected = history.average(rule)
     before = local_bits(model)
@@ -121,9 +121,11 @@ def shards_rank(folder, rule):
     return [model.gate.weight.to_local().numel(), average.count]
 
 
-@every_rule
-def test_shards_are_averaged_without_communication(rule, tmp_path):
-    assert on_ranks(2, shards_rank, tmp_path, rule) == [[5, 300], [0, 300]]
+@pytest.mark.parametrize(
+    ("rule", "steps"), list(zip(SHARDED_RULES, [60, 300, 60, 120], strict=True)), ids=short
+)
+def test_shards_are_averaged_without_communication(rule, steps, tmp_path, on_ranks):
+    assert on_ranks(2, shards_rank, tmp_path, rule, steps) == [[5, steps], [0, steps]]
 
 
 def evaluation_rank(folder):
@@ -181,7 +183,7 @@ def evaluation_rank(folder):
     return True
 
 
-def test_a_swap_evaluates_the_averages_and_then_the_training_weights(tmp_path):
+def test_a_swap_evaluates_the_averages_and_then_the_training_weights(tmp_path, on_ranks):
     assert all(on_ranks(2, evaluation_rank, tmp_path))
 
 
@@ -208,7 +210,7 @@ def update_after_evaluation_rank(folder):
     return True
 
 
-def test_updates_between_evaluations_see_the_weights_of_the_optimizer(tmp_path):
+def test_updates_between_evaluations_see_the_weights_of_the_optimizer(tmp_path, on_ranks):
     assert all(on_ranks(2, update_after_evaluation_rank, tmp_path))
 
 
@@ -248,7 +250,7 @@ def export_rank(folder):
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_an_export_gathers_the_averages_and_shares_no_memory(world, tmp_path):
+def test_an_export_gathers_the_averages_and_shares_no_memory(world, tmp_path, on_ranks):
     assert all(on_ranks(world, export_rank, tmp_path))
 
 
@@ -302,20 +304,27 @@ def restore_rank(folder, rule, steps, how):
     return average.count
 
 
+PLAIN, FEWER, MORE = (1, "plain"), (1, "fresh"), (3, "fresh")
+ITSELF, USED = (2, "by itself"), (2, "into a used one")
+
+
 @pytest.mark.parametrize(
-    ("rule", "steps"), list(zip(SHARDED_RULES, [290, 5, 290, 70], strict=True)), ids=str
+    ("rule", "steps", "restores"),
+    [
+        (AnytimeWindow(20, 4), 290, [PLAIN, FEWER, MORE, ITSELF, USED]),
+        (AnytimeWindow(0.3), 5, [MORE, ITSELF]),
+        (Exponential(0.25), 90, [PLAIN, MORE, USED]),
+        (RawTail(0.5, 100), 70, [FEWER, MORE, ITSELF]),
+    ],
+    ids=short,
 )
-def test_a_checkpoint_of_two_ranks_comes_back_on_one_two_and_three(rule, steps, tmp_path):
+def test_a_checkpoint_of_two_ranks_comes_back_on_any_number(
+    rule, steps, restores, tmp_path, on_ranks
+):
     assert on_ranks(2, save_rank, tmp_path, rule, steps) == [steps + 40] * 2
-    for world, how in (
-        (1, "plain"),
-        (1, "fresh"),
-        (2, "by itself"),
-        (2, "into a used one"),
-        (3, "fresh"),
-    ):
-        got = on_ranks(world, restore_rank, tmp_path, rule, steps, how)
-        assert got == [steps + 40] * world
+    for world, how in restores:
+        counts = on_ranks(world, restore_rank, tmp_path, rule, steps, how)
+        assert counts == [steps + 40] * world, how
 
 
 def errors_rank(folder):
@@ -344,7 +353,7 @@ def errors_rank(folder):
     return True
 
 
-def test_errors_leave_shards_as_they_were(tmp_path):
+def test_errors_leave_shards_as_they_were(tmp_path, on_ranks):
     assert all(on_ranks(2, errors_rank, tmp_path))
 
 
@@ -361,7 +370,7 @@ def saved_rank(folder):
     return path.stat().st_size
 
 
-def test_every_rank_saves_its_shards_with_torch(tmp_path):
+def test_every_rank_saves_its_shards_with_torch(tmp_path, on_ranks):
     sizes = on_ranks(2, saved_rank, tmp_path)
     assert all(sizes)
 
@@ -381,7 +390,7 @@ def memory_rank(folder):
     return sum(storages.values())
 
 
-def test_every_rank_holds_its_part_of_the_accumulators(tmp_path):
+def test_every_rank_holds_its_part_of_the_accumulators(tmp_path, on_ranks):
     for size in on_ranks(2, memory_rank, tmp_path):
         assert size <= 4 * 4 * (100 * 100 + 100) / 2 + 4096
 
@@ -399,7 +408,7 @@ def wrapped_rank(folder):
     return True
 
 
-def test_wrappers_around_a_sharded_model_are_seen_through(tmp_path):
+def test_wrappers_around_a_sharded_model_are_seen_through(tmp_path, on_ranks):
     assert all(on_ranks(2, wrapped_rank, tmp_path))
 
 
@@ -425,7 +434,7 @@ def update_every_rank(folder):
     return True
 
 
-def test_the_phase_of_update_every_is_in_a_checkpoint(tmp_path):
+def test_the_phase_of_update_every_is_in_a_checkpoint(tmp_path, on_ranks):
     assert all(on_ranks(2, update_every_rank, tmp_path))
 
 
@@ -442,7 +451,7 @@ def checkpointed_rank(folder):
         average = ParameterAverage(model, AnytimeWindow(0.5), trainable_only=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         average.attach(optimizer)
-        for _ in range(80):
+        for _ in range(20):
             model(TOKENS).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -455,5 +464,7 @@ def checkpointed_rank(folder):
     return True
 
 
-def test_shards_inside_checkpoint_wrappers_keep_their_names_and_frozen_ones_their_bits(tmp_path):
+def test_shards_in_checkpoint_wrappers_keep_their_names_and_frozen_ones_their_bits(
+    tmp_path, on_ranks
+):
     assert all(on_ranks(2, checkpointed_rank, tmp_path))

@@ -6,8 +6,6 @@ import os
 import pickle
 import resource
 import signal
-import subprocess
-import sys
 from contextlib import contextmanager
 from shutil import rmtree
 
@@ -16,13 +14,13 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from tailavg import AnyTail, AnytimeWindow, Exponential, RawTail
+from tailavg import AnyTail, AnytimeWindow, Exponential, Growing, RawTail
 from tailavg.core.files import InUseError
 from tailavg.torch import AveragedModel, ParameterAverage
 from tailavg.torch.memory import Memory
 from tests.support.cases import short
+from tests.support.processes import python
 from tests.support.torch_models import (
-    TORCH_RULES,
     Walk,
     bits,
     comparable,
@@ -31,9 +29,18 @@ from tests.support.torch_models import (
     snapshot,
     walked,
 )
+from tests.support.torch_processes import exit_code
 
-RULES = [*TORCH_RULES, AnyTail(12), AnyTail(6, shortest=0.5)]
-every_rule = pytest.mark.parametrize("rule", RULES, ids=short)
+RULES = [
+    AnytimeWindow(40, 2),
+    AnytimeWindow(0.25, 5, turns="paper"),
+    AnytimeWindow(Growing(0.5, at_most=300), 4),
+    Exponential(10),
+    Exponential(0.25),
+    RawTail(100, total=300),
+    AnyTail(12),
+    AnyTail(6, shortest=0.5),
+]
 PLACES = ["cpu", "elsewhere", "folder"]
 every_place = pytest.mark.parametrize("place", PLACES)
 
@@ -56,10 +63,10 @@ def model() -> nn.Module:
 
 @pytest.fixture
 def make(tmp_path, monkeypatch):
-    """Makes a model, its walk and its average in a place."""
+    """Makes a model, unless one is given, its walk and its average in a place."""
     places = iter(range(100))
 
-    def made(rule, place, kind=ParameterAverage, **options):
+    def made(rule, place, kind=ParameterAverage, net=None, **options):
         offload = {
             None: None,
             "cpu": "cpu",
@@ -69,47 +76,52 @@ def make(tmp_path, monkeypatch):
         with monkeypatch.context() as patched:
             if place == "elsewhere":  # as if the CPU were another device
                 patched.setattr(Memory, "elsewhere", lambda *_: True)
-            net = model()
+            net = net or model()
             return net, Walk(net), kind(net, rule, offload=offload[place], **options)
 
     return made
 
 
-@every_place
-@every_rule
-def test_everything_is_the_same_to_the_bit(rule, place, make):
-    runs = [make(rule, None), make(rule, place)]
+@pytest.mark.parametrize("rule", RULES, ids=short)
+def test_everything_is_the_same_to_the_bit(rule, make):
+    net, walk, memory = make(rule, None)
+    offloaded = {place: make(rule, place, net=net)[2] for place in PLACES}
     window = 0.7 if isinstance(rule, AnyTail) else None
-    for t in range(1, 560):
-        for _, walk, average in runs:
-            walk.step()
+    for t in range(1, 520):
+        walk.step()
+        for average in (memory, *offloaded.values()):
             average.update()
-        if t in (1, 2, 20, 41, 255, 256, 257, 300, 511, 513, 559):
-            (one, _, memory), (other, _, offloaded) = runs
-            assert comparable(memory) == comparable(offloaded), t
-            assert bits(memory.averaged_state_dict(window=window)) == bits(
-                offloaded.averaged_state_dict(window=window)
-            )
-            before = bits(other)
-            with memory.average_parameters(window), offloaded.average_parameters(window):
-                assert bits(one) == bits(other)
-            assert bits(one) == bits(other) == before
+        if t in (1, 2, 20, 41, 255, 256, 257, 300, 511, 513, 519):
+            state, averages, before = comparable(memory), averaged(memory, window), bits(net)
+            with memory.average_parameters(window):
+                swapped = bits(net)
+            for place, average in offloaded.items():
+                assert comparable(average) == state, (place, t)
+                assert averaged(average, window) == averages, (place, t)
+                with average.average_parameters(window):
+                    assert bits(net) == swapped, (place, t)
+                assert bits(net) == before, (place, t)
 
 
-@every_place
-def test_infinities_and_nan_are_the_same(place, make):
-    runs = [make(AnytimeWindow(300), None), make(AnytimeWindow(300), place)]
-    for t in range(700):
-        for net, walk, average in runs:
-            walk.step()
-            with torch.no_grad():
-                if t == 100:
-                    net[1].weight[3] = torch.inf
-                if t == 120:
-                    net[1].bias[0] = torch.nan
+def averaged(average, window):
+    return bits(average.averaged_state_dict(window=window))
+
+
+def test_infinities_and_nan_are_the_same(make):
+    net, walk, memory = make(AnytimeWindow(300), None)
+    offloaded = {place: make(AnytimeWindow(300), place, net=net)[2] for place in PLACES}
+    for t in range(520):
+        walk.step()
+        with torch.no_grad():
+            if t == 100:
+                net[1].weight[3] = torch.inf
+            if t == 120:
+                net[1].bias[0] = torch.nan
+        for average in (memory, *offloaded.values()):
             average.update()
-    (_, _, memory), (_, _, offloaded) = runs
-    assert comparable(memory) == comparable(offloaded)
+        if t in (110, 130, 300, 519):
+            for place, average in offloaded.items():
+                assert comparable(average) == comparable(memory), (place, t)
 
 
 @every_place
@@ -126,9 +138,10 @@ def test_a_state_resumes_in_any_place(rule, place, make):
     third.load_state_dict(saved(offloaded.state_dict()))
     third_walk.random.set_state(walk.random.get_state())
     for _ in range(40):
-        for one, its in ((walk, average), (other_walk, offloaded), (third_walk, third)):
-            one.step()
-            its.update()
+        for steps in (walk, other_walk, third_walk):
+            steps.step()
+        for resumed in (average, offloaded, third):
+            resumed.update()
     assert comparable(average) == comparable(offloaded)
     assert comparable(average) == comparable(third)
 
@@ -136,7 +149,7 @@ def test_a_state_resumes_in_any_place(rule, place, make):
 @every_place
 def test_a_tail_is_selected_and_stored_the_same(place, make):
     runs = [make(AnyTail(6), None), make(AnyTail(6), place)]
-    found = []
+    outcomes = []
     for net, walk, average in runs:
         for _ in range(90):
             walk.step()
@@ -146,18 +159,18 @@ def test_a_tail_is_selected_and_stored_the_same(place, make):
         average.copy_to(window=0.3)
         copied = bits(net)
         average.restore()
-        found.append((score, copied, bits(net)))
-    assert found[0] == found[1]
+        outcomes.append((score, copied, bits(net)))
+    assert outcomes[0] == outcomes[1]
 
 
 @every_place
 @pytest.mark.parametrize("rule", [AnytimeWindow(20), Exponential(30)])
 def test_an_averaged_model_is_the_same(rule, place, make):
     runs = [make(rule, where, AveragedModel, buffers="average") for where in (None, place)]
-    for _ in range(300):
-        for net, walk, averaged in runs:
+    for _ in range(100):
+        for net, walk, average in runs:
             walk.step()
-            averaged.update_parameters(net)
+            average.update_parameters(net)
     assert bits(runs[0][2].module) == bits(runs[1][2].module)
     runs[1][2].double()
     assert runs[1][2].module[1].weight.dtype is torch.float64
@@ -168,9 +181,10 @@ def test_an_average_moves_to_another_precision(place, make):
     _, walk, average = make(AnytimeWindow(20), None)
     _, other, offloaded = make(AnytimeWindow(20), place)
     for _ in range(50):
-        for one, its in ((walk, average), (other, offloaded)):
-            one.step()
-            its.update()
+        walk.step()
+        other.step()
+        average.update()
+        offloaded.update()
     average.to(torch.float32)
     offloaded.to(torch.float32)
     assert comparable(average) == comparable(offloaded)
@@ -306,34 +320,31 @@ def test_a_file_that_was_harmed_is_named_and_the_sum_stays_good(rule, harm, tmp_
     assert comparable(average) == comparable(good)
 
 
+def refused_another(folder):
+    with pytest.raises(InUseError, match="expected a folder of its own"):
+        ParameterAverage({"w": torch.zeros(3)}, 10, offload=folder)
+
+
 def test_a_folder_belongs_to_one_average(tmp_path):
     average, _, _ = walked(small(), 10, 30, offload=tmp_path)
     with pytest.raises(InUseError, match="expected a folder of its own, got one that an average"):
         ParameterAverage(small(), 10, offload=tmp_path)
-    code = f"""
-from tailavg.torch import ParameterAverage
-import torch
-ParameterAverage({{"w": torch.zeros(3)}}, 10, offload={str(tmp_path)!r})
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "expected a folder of its own" in done.stderr
+    assert exit_code(refused_another, tmp_path) == 0
     assert average.averaged_state_dict()
     del average
     assert files(tmp_path) == []
     ParameterAverage(small(), 10, offload=tmp_path).update()
 
 
+def killed_after_updates(folder):
+    average = ParameterAverage({"w": torch.zeros(3)}, 10, offload=folder)
+    for _ in range(30):
+        average.update()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path):
-    code = f"""
-from tailavg.torch import ParameterAverage
-import torch, os
-average = ParameterAverage({{"w": torch.zeros(3)}}, 10, offload={str(tmp_path)!r})
-for _ in range(30):
-    average.update()
-os.kill(os.getpid(), 9)
-"""
-    done = subprocess.run([sys.executable, "-c", code])
-    assert done.returncode == -signal.SIGKILL
+    assert exit_code(killed_after_updates, tmp_path) == -signal.SIGKILL
     (tmp_path / "mine.txt").write_text("mine")
     left = set(files(tmp_path))
     assert len(left) >= 4
@@ -344,23 +355,35 @@ os.kill(os.getpid(), 9)
     assert files(tmp_path) == ["mine.txt"]
 
 
-def test_a_forked_process_leaves_the_files_alone(tmp_path):
-    code = f"""
+FORKS = """
+import os, sys
+import torch
 from tailavg.torch import ParameterAverage
-import torch, os, sys
-average = ParameterAverage({{"w": torch.zeros(3)}}, 10, offload={str(tmp_path)!r})
+
+average = ParameterAverage({"w": torch.zeros(3)}, 10, offload=sys.argv[1])
 for _ in range(30):
     average.update()
+before = average.averaged_state_dict()["w"].tolist()
+if not os.fork():
+    try:
+        for _ in range(30):
+            average.update()
+    except RuntimeError as error:
+        os._exit("expected the process that made the average" in str(error))
+    os._exit(2)
+print("one that writes:", os.waitstatus_to_exitcode(os.wait()[1]))
 if not os.fork():
     del average
     sys.exit()
-os.wait()
-average.averaged_state_dict()
+print("one that ends:", os.waitstatus_to_exitcode(os.wait()[1]))
+assert average.averaged_state_dict()["w"].tolist() == before
 average.update()
-print("fine")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout == "fine\n", done.stderr
+
+
+def test_a_forked_process_may_not_write_and_leaves_the_files_alone(tmp_path):
+    done = python("-u", "-c", FORKS, tmp_path)
+    assert done.stdout.splitlines() == ["one that writes: 1", "one that ends: 0"]
     assert files(tmp_path) == []
 
 
@@ -422,28 +445,6 @@ def test_a_symlink_may_point_elsewhere_later(tmp_path):
     del average
     assert comparable(other) == before
     assert files(tmp_path / "one") == []
-
-
-def test_a_forked_process_may_not_write(tmp_path):
-    code = f"""
-from tailavg.torch import ParameterAverage
-import torch, os
-average = ParameterAverage({{"w": torch.zeros(3)}}, 10, offload={str(tmp_path)!r})
-for _ in range(30):
-    average.update()
-before = average.averaged_state_dict()["w"].tolist()
-if not os.fork():
-    try:
-        for _ in range(30):
-            average.update()
-    except RuntimeError as error:
-        os._exit("expected the process that made the average" in str(error))
-    os._exit(2)
-print(os.waitstatus_to_exitcode(os.wait()[1]))
-assert average.averaged_state_dict()["w"].tolist() == before
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.stdout, done.returncode) == ("1\n", 0), done.stderr
 
 
 def test_a_move_that_is_interrupted_is_not_read(tmp_path, monkeypatch):
