@@ -13,7 +13,7 @@ from tests.support.torch_models import FailAt, Walk, bits, saved, small, snapsho
 from tests.support.torch_tails import counted, outputs
 
 
-@pytest.mark.parametrize("stop", [1, 5, 6, 7, 100, 255, 256, 300, 777])
+@pytest.mark.parametrize("stop", [1, 5, 6, 7, 255, 256, 300])
 def test_a_resumed_run_is_as_one_that_never_stopped_to_the_bit(stop):
     rule = AnyTail(6, 0.15)
     average, walk, _ = walked(small(), rule, stop)
@@ -24,12 +24,12 @@ def test_a_resumed_run_is_as_one_that_never_stopped_to_the_bit(stop):
     model.load_state_dict(walk.model.state_dict())
     again = Walk(model)
     again.random.set_state(walk.random.get_state())
-    for _ in range(400):
+    for _ in range(270):
         for run, steps in ((average, walk), (resumed, again)):
             steps.step()
             run.update()
     assert snapshot(resumed.state_dict()) == snapshot(average.state_dict())
-    for window in (0.15, 0.5, 1.0, 400):
+    for window in (0.15, 0.5, 1.0, 200):
         assert bits(resumed.averaged_state_dict(window=window)) == bits(
             average.averaged_state_dict(window=window)
         )

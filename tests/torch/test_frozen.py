@@ -59,7 +59,7 @@ def test_frozen_weights_come_out_to_the_bit_from_every_read(rule, only, tmp_path
     window = 0.3 if isinstance(rule, AnyTail) else None
     average = ParameterAverage(model, rule, buffers="average", trainable_only=only)
     before, weight = frozen_bits(model), []
-    trained(model, average, 1000)
+    trained(model, average, 600)
     with average.average_parameters(window):
         assert frozen_bits(model) == before
         weight.append(model.trained.weight[0, 0].item())
@@ -96,7 +96,7 @@ def test_frozen_weights_of_an_averaged_model_stay_to_the_bit():
     model = Half()
     averaged = AveragedModel(model, 0.25, use_buffers=True)
     before = frozen_bits(model)
-    for step in range(1000):
+    for step in range(600):
         nn.init.constant_(model.trained.weight, 1 + step % 7)
         averaged.update_parameters(model)
         if step % 100 == 50:
