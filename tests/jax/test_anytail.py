@@ -13,34 +13,36 @@ from tailavg.core.clock import BlockClock, starts_at
 from tailavg.jax import evaluate_tails, tail_average, value
 from tailavg.jax.clock import traced
 from tests.support.any_tails import TAILS, Tails, every_tail
-from tests.support.cases import assert_close, samples, short
-from tests.support.jax_trees import assert_same, both_ways
+from tests.support.cases import assert_close, of_rules, samples
+from tests.support.jax_trees import assert_same, row, two_leaves
 
 STEPS = 600
 
 
-def run(average, xs, reads):
-    """The clocks after each sample, and what was read then."""
+def run(average, trees, windows):
+    """The clocks after each sample, and what was read then with each window."""
 
-    def step(state, x):
-        state = average.update(state, x)
-        return state, (state.clock, [read(state) for read in reads])
+    def step(state, tree):
+        state = average.update(state, tree)
+        return state, (state.clock, [value(state, window=window) for window in windows])
 
-    return jax.jit(lambda state, xs: lax.scan(step, state, xs))(average.init(xs[0]), xs)
+    state = average.init(row(trees, 0))
+    return jax.jit(lambda state, trees: lax.scan(step, state, trees))(state, trees)
 
 
-def allowed(rule):
-    return [c for c in (rule.shortest, 0.5, 0.7, 1.0) if c >= rule.shortest]
+def updated(average, trees, state=None):
+    """The state after each of the stacked trees, in one call."""
+    state = average.init(row(trees, 0)) if state is None else state
+    step = lambda state, tree: (average.update(state, tree), None)  # noqa: E731
+    return jax.jit(lambda state, trees: lax.scan(step, state, trees)[0])(state, trees)
 
 
 @every_tail
-@both_ways
-def test_every_window_is_that_of_the_slow_model_and_of_numpy_at_every_step(rule, bundle):
-    xs, windows = samples(STEPS, (3,)), allowed(rule)
+def test_every_window_is_that_of_the_slow_model_and_of_numpy_at_every_step(rule):
+    xs, windows = samples(STEPS, (3,)), [rule.shortest, max(rule.shortest, 0.7)]
     with jax.enable_x64(True):
-        average = tail_average(rule, dtype=jnp.float64, bundle=bundle)
-        reads = [lambda state, c=c: value(state, window=c) for c in windows]
-        _, (clocks, values) = run(average, jnp.asarray(xs), reads)
+        average = tail_average(rule, dtype=jnp.float64, bundle=3)
+        _, (clocks, values) = run(average, two_leaves(xs), windows)
         starts = np.asarray(clocks.starts)
     slow, numpy = Tails(rule), TailAverage(rule)
     for t in range(STEPS):
@@ -48,10 +50,11 @@ def test_every_window_is_that_of_the_slow_model_and_of_numpy_at_every_step(rule,
         numpy.update(xs[t])
         assert sorted(set(starts[t].tolist())) == slow.starts() == numpy.state_dict()["starts"]
         if t % 7 == 0 or t > STEPS - 5:
-            for found, window in zip(values, windows, strict=True):
-                assert_close(found[t], slow.of(window) @ xs[: t + 1], 1e-12)
-    for found, window in zip(values, windows, strict=True):
-        assert_close(found, TailAverage(rule).scan(xs, [window])[0], 1e-12)
+            for leaves, window in zip(values, windows, strict=True):
+                assert_close(leaves["bundled"][t], slow.of(window) @ xs[: t + 1], 1e-12)
+    for leaves, window in zip(values, windows, strict=True):
+        for name, expected in two_leaves(TailAverage(rule).scan(xs, [window])[0]).items():
+            np.testing.assert_allclose(leaves[name], expected, rtol=1e-12, err_msg=name)
 
 
 def turns_of(rule, steps):
@@ -67,9 +70,7 @@ def turns_of(rule, steps):
     return starts[np.r_[True, np.diff(starts[:, -1]) > 0]]
 
 
-@pytest.mark.parametrize(
-    "rule", [*TAILS[:4], AnyTail(6, 0.0123456789), AnyTail(25, 0.1)], ids=short
-)
+@of_rules([*TAILS[:2], AnyTail(6, 0.0123456789), AnyTail(25, 0.1)])
 def test_blocks_are_merged_where_numpy_merges_them(rule):
     steps = 300_000
     core = BlockClock(rule)
@@ -79,67 +80,64 @@ def test_blocks_are_merged_where_numpy_merges_them(rule):
 
 
 @pytest.mark.parametrize("x64", [False, True])
-@pytest.mark.parametrize("t", [10**6, 2**24 + 3, 10**9, 2**31 - 5000])
-def test_blocks_are_merged_late_in_a_stream_as_well(t, x64):
+def test_blocks_are_merged_late_in_a_stream_as_well(x64):
     """Near the last step that 32 bits can count, and beyond with 64."""
     rule = AnyTail(8)
-    if x64:
-        t *= 1000
     with jax.enable_x64(x64):
         average = tail_average(rule, dtype="float64" if x64 else "float32")
-        core = BlockClock(rule)
-        core.advance(t)
-        ends = starts_at(rule, t)
-        saved = TailAverage(rule, dtype=average.dtype.name).state_dict() | {
-            "scalar": False,
-            "count": t,
-            "starts": ends,
-            "blocks": np.arange(len(ends) * 2, dtype=average.dtype).reshape(-1, 2),
-            "folded": t,
-            "partial": np.zeros(2, average.dtype),
-        }
-        state = average.from_state_dict(saved, jnp.zeros(2))
-        steps = min(core.closes - t + 3, 3000)
-        state = jax.jit(
-            lambda state: lax.fori_loop(
-                0, steps, lambda _, s: average.update(s, jnp.ones(2)), state
-            )
-        )(state)
-        core.advance(t + steps)
-        assert state.clock.starts.tolist() == core.blocks
-        assert int(state.updates) == t + steps
-        got = average.value(state, window=0.4)
-        assert np.isfinite(got).all()
+        step = lambda _, state: average.update(state, jnp.ones(2))  # noqa: E731
+        run_on = jax.jit(lambda state, steps: lax.fori_loop(0, steps, step, state))
+        for t in (10**6, 2**24 + 3, 10**9, 2**31 - 5000):
+            t *= 1000 if x64 else 1
+            core = BlockClock(rule)
+            core.advance(t)
+            starts = starts_at(rule, t)
+            saved = TailAverage(rule, dtype=average.dtype.name).state_dict() | {
+                "scalar": False,
+                "count": t,
+                "starts": starts,
+                "blocks": np.arange(len(starts) * 2, dtype=average.dtype).reshape(-1, 2),
+                "folded": t,
+                "partial": np.zeros(2, average.dtype),
+            }
+            steps = min(core.closes - t + 3, 3000)
+            state = run_on(average.from_state_dict(saved, jnp.zeros(2)), steps)
+            core.advance(t + steps)
+            assert state.clock.starts.tolist() == core.blocks
+            assert int(state.updates) == t + steps
+            assert np.isfinite(average.value(state, window=0.4)).all()
 
 
-@pytest.mark.parametrize("rule", [AnyTail(), AnyTail(6, 0.5)], ids=short)
-@both_ways
-def test_single_precision_weighs_samples_as_the_slow_model_does(rule, bundle):
+@of_rules([AnyTail(), AnyTail(6, 0.5)])
+def test_single_precision_weighs_samples_as_the_slow_model_does(rule):
     """The samples are the rows of the identity: the average is the weights themselves."""
-    average = tail_average(rule, bundle=bundle)
-    reads = [lambda state, c=c: value(state, window=c) for c in (0.5, 1.0)]
-    _, (_, values) = run(average, jnp.eye(STEPS), reads)
+    windows = [0.5, 1.0]
+    trees = two_leaves(np.eye(STEPS, dtype=np.float32))
+    _, (_, values) = run(tail_average(rule, bundle=STEPS), trees, windows)
     slow = Tails(rule)
+    expected = np.zeros((2, STEPS, STEPS))
     for t in range(STEPS):
         slow.add()
-        for found, window in zip(values, (0.5, 1.0), strict=True):
-            weights = np.asarray(found[t], float)
-            np.testing.assert_allclose(weights[: t + 1], slow.of(window), rtol=1e-5, atol=2e-7)
-            assert not weights[t + 1 :].any()
+        for i, window in enumerate(windows):
+            expected[i, t, : t + 1] = slow.of(window)
+    for weights, leaves in zip(expected, values, strict=True):
+        for name, leaf in leaves.items():
+            np.testing.assert_allclose(leaf[:, :STEPS], weights, rtol=1e-5, atol=2e-7, err_msg=name)
+            assert not np.triu(leaf[:, :STEPS], 1).any()
 
 
-@both_ways
-def test_a_long_run_in_single_precision_is_near_that_of_float64(bundle):
+def test_a_long_run_in_single_precision_is_near_that_of_float64():
     rule, steps = AnyTail(), 200_000
     rng = np.random.default_rng(0)
     xs = np.stack([1 + np.arange(steps) / steps, 1 + rng.random(steps)], axis=1)
-    average = tail_average(rule, bundle=bundle)
-    update = jax.jit(lambda s, xs: lax.scan(lambda s, x: (average.update(s, x), None), s, xs)[0])
-    state = update(average.init(jnp.zeros(2)), jnp.asarray(xs, jnp.float32))
+    xs = xs.astype(np.float32)
+    state = updated(tail_average(rule, bundle=2), two_leaves(xs))
     numpy = TailAverage(rule)
-    numpy.update_many(xs.astype(np.float32).astype(float))
+    numpy.update_many(xs.astype(float))
     for window in (0.1, 0.25, 1.0):
-        np.testing.assert_allclose(value(state, window=window), numpy.value(window), rtol=3e-6)
+        for name, expected in two_leaves(numpy.value(window)).items():
+            averages = value(state, window=window)[name]
+            np.testing.assert_allclose(averages, expected, rtol=3e-6, err_msg=name)
 
 
 # Windows
@@ -150,11 +148,11 @@ def filled():
     """An average of a thousand samples, in JAX and in NumPy."""
     xs = samples(1000, (4,)).astype(np.float32)
     average, numpy = tail_average(AnyTail(8)), TailAverage(AnyTail(8))
-    state, _ = lax.scan(lambda s, x: (average.update(s, x), None), average.init(xs[0]), xs)
     numpy.update_many(xs.astype(float))
-    return average, state, numpy
+    return average, updated(average, xs), numpy
 
 
+read = jax.jit(lambda state, window: value(state, window=window))
 READINGS = [
     0.1,
     0.3,
@@ -172,26 +170,28 @@ READINGS = [
 ]
 
 
-@pytest.mark.parametrize("window", READINGS, ids=range(len(READINGS)))
-def test_windows_and_decays_are_read_as_numpy_reads_them(filled, window):
+def test_windows_and_decays_are_read_as_numpy_reads_them(filled):
     average, state, numpy = filled
-    expected = numpy.value(window)
-    for got in (
-        average.value(state, window=window),
-        value(state, None, window),
-        jax.jit(lambda state: value(state, window=window))(state),
-    ):
-        assert_close(got, expected, 3e-6)
-    np.testing.assert_array_equal(average.weights(state, window), numpy.weights(window))
-    assert average.profile(state, window) == numpy.profile(window)
-    assert average.size(state, window) == pytest.approx(numpy.profile(window).size, rel=1e-6)
+    for window in READINGS:
+        expected = numpy.value(window)
+        for got in (average.value(state, window=window), value(state, None, window)):
+            np.testing.assert_allclose(got, expected, rtol=3e-6, err_msg=str(window))
+        np.testing.assert_array_equal(average.weights(state, window), numpy.weights(window))
+        assert average.profile(state, window) == numpy.profile(window)
+        assert average.size(state, window) == pytest.approx(numpy.profile(window).size, rel=1e-6)
+
+
+def test_windows_and_decays_are_read_inside_a_program(filled):
+    _, state, numpy = filled
+    windows = [0.3, 250, Growing(0.9, at_most=400), Decay(0.3, "cosine")]
+    values = jax.jit(lambda state: [value(state, window=window) for window in windows])(state)
+    np.testing.assert_allclose(values, [numpy.value(window) for window in windows], rtol=3e-6)
 
 
 @pytest.mark.parametrize("window", [0.1, 0.3, 0.07 * 10, 1.0, 250, 1000, 5000], ids=str)
 def test_a_window_may_be_traced(filled, window):
     average, state, numpy = filled
     expected = numpy.value(window)
-    read = jax.jit(lambda state, window: value(state, window=window))
     for asked in (jnp.asarray(window), np.array(window)):
         assert_close(read(state, asked), expected, 3e-6)
         assert_close(average.value(state, window=asked), expected, 3e-6)
@@ -200,7 +200,6 @@ def test_a_window_may_be_traced(filled, window):
 @pytest.mark.parametrize("window", [0.05, 0.0, -1.0, 1.5, math.nan, 99, 0, -3], ids=str)
 def test_a_traced_window_that_is_not_allowed_is_nan(filled, window):
     _, state, _ = filled
-    read = jax.jit(lambda state, window: value(state, window=window))
     assert np.isnan(read(state, jnp.asarray(window))).all()
 
 
@@ -214,12 +213,12 @@ def test_windows_that_are_not_allowed_are_refused_where_that_is_known(filled):
             average.value(state, window=window)
     with pytest.raises(TypeError, match="window: expected an array of whole or real numbers"):
         average.value(state, window=jnp.array(True))
-    for read in (average.value, average.size, jax.jit(value)):
+    for method in (average.value, average.size, jax.jit(value)):
         with pytest.raises(ValueError, match="window: expected one, since AnyTail has none"):
-            read(state)
-    for read in (average.weights, average.profile):
+            method(state)
+    for method in (average.weights, average.profile):
         with pytest.raises(ValueError, match="since AnyTail has none of its own"):
-            read(state)
+            method(state)
     own = tail_average(10)
     with pytest.raises(ValueError, match="window: expected none, since this average has its own"):
         own.value(own.init(1.0), window=0.5)
@@ -300,11 +299,11 @@ def test_tails_of_a_batch_may_be_at_different_steps():
     average = tail_average(AnyTail(6))
     ages, steps = [3, 90, 400], 60
     streams = [samples(age + steps, (2,), seed=age).astype(np.float32) for age in ages]
-    states = []
+    update, states = jax.jit(average.update), []
     for xs, age in zip(streams, ages, strict=True):
-        state, _ = lax.scan(
-            lambda s, x: (average.update(s, x), None), average.init(xs[0]), xs[:age]
-        )
+        state = average.init(xs[0])
+        for x in xs[:age]:
+            state = update(state, x)
         states.append(state)
     states = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
     batch = jnp.asarray(np.stack([xs[-steps:] for xs in streams], axis=1))
@@ -312,26 +311,29 @@ def test_tails_of_a_batch_may_be_at_different_steps():
         lambda s, xs: lax.scan(lambda s, x: (jax.vmap(average.update)(s, x), None), s, xs)
     )(states, batch)
     got = jax.vmap(lambda state: value(state, window=0.5))(states)
-    for xs, found in zip(streams, got, strict=True):
+    for xs, averages in zip(streams, got, strict=True):
         numpy = TailAverage(AnyTail(6))
         numpy.update_many(xs.astype(float))
-        assert_close(found, numpy.value(0.5), 3e-6)
+        assert_close(averages, numpy.value(0.5), 3e-6)
 
 
-@both_ways
-def test_the_gradient_of_a_value_is_the_weights(bundle):
-    average = tail_average(AnyTail(6), dtype=jnp.float64, bundle=bundle)
+def test_the_gradient_of_a_value_is_the_weights():
+    average = tail_average(AnyTail(6), dtype=jnp.float64, bundle=1)
 
-    def last(xs):
-        state, _ = lax.scan(lambda s, x: (average.update(s, x), None), average.init(xs[0]), xs)
-        return value(state, window=0.3)
+    def last(trees):
+        leaves = value(updated(average, trees), window=0.3)
+        return sum(leaf.sum() for leaf in leaves.values())
 
+    slow = Tails(AnyTail(6))
+    for _ in range(280):
+        slow.add()
     with jax.enable_x64(True):
-        gradient = jax.jit(jax.grad(last))(jnp.asarray(samples(280, ())))
-        slow = Tails(AnyTail(6))
-        for _ in range(280):
-            slow.add()
-        np.testing.assert_allclose(gradient, slow.of(0.3), rtol=1e-9, atol=1e-14)
+        gradient = jax.jit(jax.grad(last))(two_leaves(jnp.asarray(samples(280, (1,)))))
+        for name, of_columns in gradient.items():
+            for weights in of_columns.T:
+                np.testing.assert_allclose(
+                    weights, slow.of(0.3), rtol=1e-9, atol=1e-14, err_msg=name
+                )
 
 
 def test_nan_leaves_a_window_with_its_block():
@@ -340,7 +342,7 @@ def test_nan_leaves_a_window_with_its_block():
     rule = AnyTail(8)
     with jax.enable_x64(True):
         average = tail_average(rule, dtype=jnp.float64)
-        _, (_, [values]) = run(average, jnp.asarray(xs), [lambda state: value(state, window=0.3)])
+        _, (_, [values]) = run(average, jnp.asarray(xs), [0.3])
     with np.errstate(invalid="ignore"):
         expected = TailAverage(rule).scan(xs, [0.3])[0]
     assert np.isnan(expected[:, 0]).any()
@@ -348,19 +350,21 @@ def test_nan_leaves_a_window_with_its_block():
     assert_close(values, expected, 1e-12)
 
 
-@both_ways
-def test_nan_in_the_sum_is_not_read_by_a_decay_that_gives_it_no_weight(bundle):
+def test_nan_in_the_sum_is_not_read_by_a_decay_that_gives_it_no_weight():
     """A rate that is 0 before the end: the newest samples are in the sum, and weigh nothing."""
     decay = Decay(1.0, lambda u: jnp.clip(1 - 2 * u, 0.0, 1.0))
     xs = samples(STEPS, (2,)).astype(np.float32)
     xs[-1] = math.nan, math.inf
-    average, numpy = tail_average(AnyTail(8), bundle=bundle), TailAverage(AnyTail(8))
-    state, _ = lax.scan(lambda s, x: (average.update(s, x), None), average.init(xs[0]), xs)
+    state, numpy = (
+        updated(tail_average(AnyTail(8), bundle=2), two_leaves(xs)),
+        TailAverage(AnyTail(8)),
+    )
     numpy.update_many(xs.astype(float))
     expected = numpy.value(decay)
     assert np.isfinite(expected).all()
-    assert np.isnan(value(state, window=0.5)).any()
-    assert_close(value(state, window=decay), expected, 3e-6)
+    assert np.isnan(value(state, window=0.5)["alone"]).any()
+    for name, leaf in two_leaves(expected).items():
+        np.testing.assert_allclose(value(state, window=decay)[name], leaf, rtol=3e-6, err_msg=name)
 
 
 def test_the_rule_of_a_traced_tail_is_the_same():

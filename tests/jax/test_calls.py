@@ -10,16 +10,8 @@ from jax import lax
 
 from tailavg import AnyTail, AnytimeWindow, Exponential, Fixed, Growing
 from tailavg.jax import tail_average, value
-from tests.support.cases import CAPPED, assert_close, samples, short
-from tests.support.jax_trees import (
-    assert_same,
-    both_ways,
-    few_rules,
-    row,
-    run,
-    two_rules,
-    window_for,
-)
+from tests.support.cases import assert_close, of_rules, samples
+from tests.support.jax_trees import assert_same, row, run, two_leaves, two_rules, window_for
 from tests.support.model import averages, weight_matrix
 
 
@@ -49,7 +41,7 @@ def test_calls_one_by_one_jitted_and_scanned_give_the_same(rule):
         assert_close(got, wanted, 1e-6)
 
 
-@few_rules
+@two_rules
 def test_a_loop_in_the_program_counts_on(rule):
     average = tail_average(rule)
     body = lambda i, state: average.update(state, i.astype(jnp.float32))  # noqa: E731
@@ -58,7 +50,7 @@ def test_a_loop_in_the_program_counts_on(rule):
     assert_close(value(state), weight_matrix(rule, 50)[-1] @ np.arange(50.0), 1e-5)
 
 
-@few_rules
+@two_rules
 def test_a_state_keeps_its_types_so_that_nothing_compiles_twice(rule):
     average = tail_average(rule)
     tree = {"w": jnp.ones(3, jnp.bfloat16), "f": 1.0, "n": np.int32(2), "c": 1j, "b": True}
@@ -71,7 +63,7 @@ def test_a_state_keeps_its_types_so_that_nothing_compiles_twice(rule):
     assert typed(state) == typed(average.init(tree))
 
 
-@few_rules
+@two_rules
 def test_shapes_are_known_without_computing(rule):
     average = tail_average(rule)
     tree = {"w": jnp.ones((2, 3), jnp.float16), "n": jnp.arange(4), "k": jax.random.key(0)}
@@ -85,64 +77,64 @@ def test_shapes_are_known_without_computing(rule):
 
 
 @two_rules
-@both_ways
-def test_a_batch_of_averages_is_one_average_each(rule, bundle):
-    batch = samples(60, (4, 3)).astype(np.float32)  # of steps, of averages
-    average = tail_average(rule, bundle=bundle)
-
-    def step(states, trees):
-        states = jax.vmap(average.update)(states, trees)
-        return states, jax.vmap(value)(states)
-
-    states = jax.vmap(average.init)(jnp.asarray(batch[0]))
-    states, values = jax.jit(lambda *a: lax.scan(step, *a))(states, jnp.asarray(batch))
-    assert_close(values, averages(weight_matrix(rule, 60), batch), 3e-6)
-    assert states.updates.tolist() == [60] * 4
-
-
-@two_rules
-@both_ways
-def test_averages_of_a_batch_may_be_at_different_steps(rule, bundle):
+def test_averages_of_a_batch_may_be_at_different_steps(rule):
     """Some turn or fold while others do not."""
-    average = tail_average(rule, bundle=bundle)
+    average = tail_average(rule, bundle=5)
+    update = jax.jit(average.update)
     ages = [0, 1, 9, 230]
-    trees = [samples(age + 40, seed=age).astype(np.float32) for age in ages]
-    states = [average.init(jnp.full(5, math.nan))] * 4
-    for i, age in enumerate(ages):
-        if age:
-            states[i], _ = run(average, trees[i][:age], states[i])
+    streams = [two_leaves(samples(age + 40, seed=age).astype(np.float32)) for age in ages]
+    states = []
+    for age, trees in zip(ages, streams, strict=True):
+        state = average.init(jax.tree.map(lambda xs: np.full_like(xs[0], math.nan), trees))
+        for i in range(age):
+            state = update(state, row(trees, i))
+        states.append(state)
     states = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
 
     def step(states, trees):
         states = jax.vmap(average.update)(states, trees)
         return states, jax.vmap(value)(states)
 
-    batch = np.stack([xs[-40:] for xs in trees], axis=1)
-    states, values = jax.jit(lambda *a: lax.scan(step, *a))(states, jnp.asarray(batch))
+    latest = [jax.tree.map(lambda xs: xs[-40:], trees) for trees in streams]
+    batch = jax.tree.map(lambda *leaves: np.stack(leaves, axis=1), *latest)
+    states, values = jax.jit(lambda *a: lax.scan(step, *a))(states, batch)
     assert states.updates.tolist() == [age + 40 for age in ages]
-    for i, age in enumerate(ages):
-        expected = averages(weight_matrix(rule, age + 40), trees[i])[age:]
-        assert_close(values[:, i], expected, 3e-6)
+    for i, (age, trees) in enumerate(zip(ages, streams, strict=True)):
+        weights = weight_matrix(rule, age + 40)[age:]
+        for name, xs in trees.items():
+            expected = averages(weights, xs)
+            np.testing.assert_allclose(values[name][:, i], expected, rtol=3e-6, err_msg=name)
 
 
-@few_rules
-@both_ways
-def test_the_gradient_of_a_value_is_the_weights(rule, bundle):
-    average = tail_average(rule, dtype=jnp.float64, bundle=bundle)
+def test_a_batch_of_averages_begins_as_one_average_each():
+    average, trees = tail_average(10), samples(4, (3,)).astype(np.float32)
+    states = jax.vmap(average.init)(trees)
+    assert states.updates.tolist() == [0] * 4
+    assert_same(jax.vmap(value)(states), jnp.asarray(trees))
+    for i in range(4):
+        assert_same(row(states, i), average.init(trees[i]))
 
-    def last(xs):
-        state, _ = lax.scan(lambda s, x: (average.update(s, x), None), average.init(xs[0]), xs)
-        return value(state)
+
+@of_rules([AnytimeWindow(0.9), Exponential(0.3)])
+def test_the_gradient_of_a_value_is_the_weights(rule):
+    average = tail_average(rule, dtype=jnp.float64, bundle=1)
+
+    def last(trees):
+        state = average.init(row(trees, 0))
+        state, _ = lax.scan(lambda s, tree: (average.update(s, tree), None), state, trees)
+        return sum(leaf.sum() for leaf in value(state).values())
 
     with jax.enable_x64(True):
-        gradient = jax.jit(jax.grad(last))(jnp.asarray(samples(280, ())))
-        np.testing.assert_allclose(gradient, weight_matrix(rule, 280)[-1], rtol=1e-9, atol=1e-14)
+        gradient = jax.jit(jax.grad(last))(two_leaves(jnp.asarray(samples(280, (1,)))))
+        for name, of_columns in gradient.items():
+            for weights in of_columns.T:
+                expected = weight_matrix(rule, 280)[-1]
+                np.testing.assert_allclose(weights, expected, rtol=1e-9, atol=1e-14, err_msg=name)
 
 
-@two_rules
-def test_a_value_is_differentiable_in_a_later_tree(rule):
-    average = tail_average(rule)
-    state, _ = run(average, samples(50).astype(np.float32))
+def test_a_value_is_differentiable_in_a_later_tree():
+    average = tail_average(0.3)
+    state = average.update(average.init(jnp.zeros(5)), jnp.ones(5))
     loss = lambda tree: (average.value(average.update(state, tree)) ** 2).sum()  # noqa: E731
     gradient = jax.grad(loss)(jnp.ones(5))
     assert np.isfinite(gradient).all()
@@ -160,11 +152,15 @@ def test_an_average_is_hashed_and_compared_by_what_it_does():
 # Donation
 
 
-@few_rules
-@both_ways
-def test_a_donated_state_is_used_up_and_nothing_else(rule, bundle):
-    average = tail_average(rule, bundle=bundle)
-    tree = {"w": jnp.ones((20, 30)), "n": jnp.arange(7), "k": jax.random.key(3)}
+def new_tree():
+    """A leaf that a bundle of 100 does not take, and others."""
+    return {"w": jnp.ones((20, 30)), "s": jnp.array(1.0), "n": jnp.arange(7), "b": jnp.array(True)}
+
+
+@two_rules
+def test_a_donated_state_is_used_up_and_nothing_else(rule):
+    average = tail_average(rule, bundle=100)
+    tree = new_tree() | {"k": jax.random.key(3)}
     update = jax.jit(average.update, donate_argnums=0)
     state = average.init(tree)
     old = average.value(state)
@@ -179,14 +175,13 @@ def test_a_donated_state_is_used_up_and_nothing_else(rule, bundle):
     assert state.updates == 3
 
 
-@few_rules
-@both_ways
+@two_rules
 @pytest.mark.parametrize("jitted", [False, True])
-def test_no_array_is_shared_between_a_tree_a_state_and_a_value(rule, bundle, jitted):
-    average = tail_average(rule, bundle=bundle)
+def test_no_array_is_shared_between_a_tree_a_state_and_a_value(rule, jitted):
+    average = tail_average(rule, bundle=100)
     init, update = (jax.jit(f) if jitted else f for f in (average.init, average.update))
     read = jax.jit(value) if jitted else value
-    tree = {"w": jnp.ones((20, 30)), "n": jnp.arange(7), "b": jnp.array(True), "s": jnp.array(1.0)}
+    tree = new_tree()
     first = init(tree)
     second = update(first, tree)
     values = [read(first), read(second), read(second, tree)]
@@ -195,18 +190,17 @@ def test_no_array_is_shared_between_a_tree_a_state_and_a_value(rule, bundle, jit
     assert len(buffers(first)) == len(jax.tree.leaves(first))
 
 
-@few_rules
+@two_rules
 def test_a_state_outlives_the_tree_it_was_made_of(rule):
     average = tail_average(rule)
-    tree = {"w": jnp.ones((20, 30)), "n": jnp.arange(7)}
+    tree = new_tree()
     state = average.init(tree)
     later = average.update(state, tree)
-    used = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)(tree)
+    jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)(tree)
     assert tree["w"].is_deleted()
     assert tree["n"].is_deleted()
     for read in (average.value(state), average.value(later)):
-        np.testing.assert_array_equal(read["w"], used["w"] - 1)
-        np.testing.assert_array_equal(read["n"], used["n"] - 1)
+        assert_same(read, new_tree())
 
 
 @two_rules
@@ -240,7 +234,6 @@ MIXED = {
     "half": jax.ShapeDtypeStruct((1000, 1000), jnp.bfloat16),
     "complex": jax.ShapeDtypeStruct((10**6,), jnp.complex64),
     "n": jax.ShapeDtypeStruct((10**6,), jnp.int32),
-    "w": jax.ShapeDtypeStruct((1000, 1000), jnp.float32),
 }
 TINY = 10_000  # bytes; the smallest large leaf has two million
 
@@ -251,36 +244,17 @@ def temporary(function, *args):
     return program.memory_analysis().temp_size_in_bytes
 
 
-large_rules = pytest.mark.parametrize(
-    "rule",
-    [
-        AnytimeWindow(0.25, 2),
-        AnytimeWindow(10, 3),
-        AnytimeWindow(CAPPED, 5, turns="paper"),
-        Exponential(0.25),
-        AnyTail(6),
-    ],
-    ids=short,
-)
-
-
-def assert_in_place(rule, tree):
-    average = tail_average(rule)
-    state = jax.eval_shape(average.init, tree)
-    assert temporary(average.update, state, tree) < TINY
-    window = window_for(rule)
-    read = jax.jit(lambda *args: value(*args, window)).lower(state, tree).compile()
-    assert read.memory_analysis().temp_size_in_bytes < TINY
+large_rules = of_rules([AnytimeWindow(10, 5), Exponential(0.25), AnyTail(6)])
 
 
 @large_rules
 def test_an_update_and_a_value_need_no_temporary_of_the_size_of_the_parameters(rule):
-    assert_in_place(rule, LARGE)
-
-
-@two_rules
-def test_nor_do_they_if_leaves_are_of_several_dtypes(rule):
-    assert_in_place(rule, MIXED)
+    average, window = tail_average(rule), window_for(rule)
+    tree = LARGE | MIXED
+    state = jax.eval_shape(average.init, tree)
+    assert temporary(average.update, state, tree) < TINY
+    read = jax.jit(lambda *args: value(*args, window)).lower(state, tree).compile()
+    assert read.memory_analysis().temp_size_in_bytes < TINY
 
 
 @large_rules

@@ -1,6 +1,7 @@
 """Arrays in JAX that lie on several devices."""
 
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -8,17 +9,10 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from tailavg import AnyTail, AnytimeWindow, Exponential
 from tailavg.jax import tail_average, value
-from tests.support.cases import assert_close, samples
-from tests.support.jax_trees import (
-    assert_same,
-    row,
-    rules_and_tails,
-    run,
-    saved_by_orbax,
-    two_rules,
-    window_for,
-)
+from tests.support.cases import samples
+from tests.support.jax_trees import assert_same, row, run, two_rules, window_for
 from tests.support.model import averages, weight_matrix
 
 
@@ -60,54 +54,51 @@ def assert_sharded_alike(got, tree, stacked=0):
             assert leaf.sharding.is_equivalent_to(wanted, leaf.ndim), name
 
 
-axis_types = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+BLOCKS, DECAY = AnytimeWindow(0.3), Exponential(10)
 
 
-@two_rules
-@axis_types
-@pytest.mark.parametrize("jitted", [False, True])
+# each pair of a rule, a type of axes, and whether functions are jitted
+cases = pytest.mark.parametrize(
+    ("rule", "axis_type", "jitted"),
+    [
+        (BLOCKS, AxisType.Auto, True),
+        (BLOCKS, AxisType.Explicit, False),
+        (DECAY, AxisType.Explicit, True),
+        (AnyTail(6, 0.3), AxisType.Auto, False),
+    ],
+    ids=str,
+)
+
+
+@cases
 def test_accumulators_and_values_are_sharded_as_their_leaves(rule, axis_type, jitted):
-    average = tail_average(rule, bundle=0)
-    init, update, read = (
-        jax.jit(f) if jitted else f for f in (average.init, average.update, average.value)
-    )
-    tree, plain = sharded(axis_type, plain_tree()), plain_tree()
-    state, unsharded = init(tree), init(plain)
+    """Means of the column are its own; those of the others lie in a bundle."""
+    average, window = tail_average(rule, bundle=8), window_for(rule)
+    read = partial(average.value, window=window)
+    init, update, read = (jax.jit(f) if jitted else f for f in (average.init, average.update, read))
+    tree = sharded(axis_type, plain_tree())
+    state, unsharded = init(tree), init(plain_tree())
     for i in range(1, 13):
-        for part, stacked in ((state.sums, 0), (state.means, 1), (read(state), 0)):
-            assert_sharded_alike(part, tree, stacked)
+        for leaves, stacked in ((state.sums, 0), (state.means, 1), (read(state), 0)):
+            assert_sharded_alike(leaves, tree, stacked)
         state = update(state, sharded(axis_type, plain_tree(i)))
         unsharded = update(unsharded, plain_tree(i))
+    assert state.means["column"].shape == (rule.accumulators, 3, 8)
+    assert state.bundles["float32"].means.shape == (rule.accumulators, 8 + 3)
     assert_sharded_alike(read(state, tree), tree)
-    assert_same(jax.device_get(read(state)), jax.device_get(read(unsharded)))
-
-
-@rules_and_tails
-@axis_types
-@pytest.mark.parametrize("jitted", [False, True])
-def test_sums_and_values_of_bundled_leaves_are_sharded_as_their_leaves(rule, axis_type, jitted):
-    average, window = tail_average(rule), window_for(rule)
-    init = jax.jit(average.init) if jitted else average.init
-    update = jax.jit(average.update, donate_argnums=0) if jitted else average.update
-    tree = sharded(axis_type, plain_tree())
-    state = init(tree)
-    history = []
-    for i in range(1, 30):
-        assert_sharded_alike(state.sums, tree)
-        state = update(state, sharded(axis_type, plain_tree(i)))
-        history.append(plain_tree(i))
-        got = average.value(state, window=window)
-        assert_sharded_alike(got, tree)
-    assert set(state.bundles) == {"float32"}
-    assert state.bundles["float32"].means.shape == (rule.accumulators, 8 + 24 + 3)
+    values = jax.device_get(read(state))
+    assert_same(values, jax.device_get(read(unsharded)))
     weights = average.weights(state, window)
+    history = [plain_tree(i) for i in range(1, 13)]
     for name in ("row", "column", "whole"):
-        assert_close(got[name], averages([weights], np.array([x[name] for x in history]))[0], 1e-6)
-    assert got["n"].tolist() == history[-1]["n"].tolist()
+        expected = averages([weights], np.array([tree[name] for tree in history]))[0]
+        np.testing.assert_allclose(values[name], expected, rtol=1e-6, err_msg=name)
+    assert values["n"].tolist() == history[-1]["n"].tolist()
 
 
-@two_rules
-@axis_types
+@pytest.mark.parametrize(
+    ("rule", "axis_type"), [(BLOCKS, AxisType.Explicit), (DECAY, AxisType.Auto)], ids=str
+)
 def test_a_sharded_update_and_value_do_not_communicate(rule, axis_type):
     average = tail_average(rule, bundle=0)
     tree = sharded(axis_type, plain_tree())
@@ -118,9 +109,7 @@ def test_a_sharded_update_and_value_do_not_communicate(rule, axis_type):
         assert not re.search(COLLECTIVES, program.as_text())
 
 
-@rules_and_tails
-@axis_types
-@pytest.mark.parametrize("jitted", [False, True])
+@cases
 def test_bundled_leaves_communicate_only_when_they_are_folded(rule, axis_type, jitted):
     average = tail_average(rule)
     tree = sharded(axis_type, plain_tree())
@@ -134,30 +123,31 @@ def test_bundled_leaves_communicate_only_when_they_are_folded(rule, axis_type, j
 
 
 @two_rules
-@pytest.mark.parametrize("bundle", [0, 100])
-def test_a_state_is_sharded_inside_a_mesh_that_is_set_and_in_shard_map(rule, bundle):
-    average = tail_average(rule, bundle=bundle)
+def test_a_state_is_sharded_inside_a_mesh_that_is_set_and_in_shard_map(rule):
+    average = tail_average(rule, bundle=8)
     xs = samples(40, (8,)).astype(np.float32)
-    expected = averages(weight_matrix(rule, 40), xs)[-1]
+    plain = {"bundled": xs, "alone": np.c_[xs, xs]}
+    weights = weight_matrix(rule, 40)[-1:]
+    expected = {name: averages(weights, leaf)[0] for name, leaf in plain.items()}
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
-        trees = jax.device_put(xs, NamedSharding(mesh, PartitionSpec(None, "x")))
+        trees = jax.device_put(plain, NamedSharding(mesh, PartitionSpec(None, "x")))
         state, _ = run(average, trees)
-        assert state.sums.sharding.spec == PartitionSpec("x")
-        if not bundle:
-            assert state.means.sharding.spec == PartitionSpec(None, "x")
-        assert_close(value(state), expected, 3e-6)
+        assert {leaf.sharding.spec for leaf in state.sums.values()} == {PartitionSpec("x")}
+        assert state.means["alone"].sharding.spec == PartitionSpec(None, "x")
+        for name, leaf in value(state).items():
+            np.testing.assert_allclose(leaf, expected[name], rtol=3e-6, err_msg=name)
     mapped = jax.shard_map(
         lambda trees: value(run(average, trees)[0]),
         mesh=mesh,
         in_specs=PartitionSpec(None, "x"),
         out_specs=PartitionSpec("x"),
     )
-    assert_close(jax.jit(mapped)(trees), expected, 3e-6)
+    for name, leaf in jax.jit(mapped)(trees).items():
+        np.testing.assert_allclose(leaf, expected[name], rtol=3e-6, err_msg=name)
 
 
-@two_rules
-@pytest.mark.parametrize("count", [0, 5])
+@pytest.mark.parametrize(("rule", "count"), [(BLOCKS, 5), (DECAY, 0)], ids=str)
 def test_a_loaded_state_goes_on_where_its_leaves_are(rule, count):
     """Sharded over four devices, or on another one than the first."""
     average = tail_average(rule)
@@ -172,14 +162,3 @@ def test_a_loaded_state_goes_on_where_its_leaves_are(rule, count):
         assert state.updates == count + 1
         assert state.sums.sharding.is_equivalent_to(tree.sharding, 1)
         assert value(state).sharding.is_equivalent_to(tree.sharding, 1)
-
-
-@two_rules
-def test_a_sharded_state_is_restored_sharded(rule, tmp_path):
-    average = tail_average(rule, bundle=0)
-    tree = sharded(AxisType.Auto, plain_tree())
-    state = average.update(average.init(tree), tree)
-    restored = saved_by_orbax(state, tmp_path)
-    assert_sharded_alike(restored.sums, tree)
-    assert_sharded_alike(restored.means, tree, stacked=1)
-    assert_same(average.update(restored, tree), average.update(state, tree))

@@ -1,5 +1,6 @@
 """What the tests of `tailavg.jax` share: rules, and ways to run an average over trees."""
 
+import gc
 from collections import namedtuple
 from functools import partial
 
@@ -11,26 +12,41 @@ import pytest
 from jax import lax
 
 from tailavg import AnyTail, AnytimeWindow, Exponential
-from tests.support.cases import CAPPED, short
+from tests.support import cases
+from tests.support.cases import of_rules
+from tests.support.effort import some
+from tests.support.model import weight_matrix
 
-FEW = [
-    AnytimeWindow(10),
-    AnytimeWindow(0.3, 2),
-    AnytimeWindow(CAPPED, 5, turns="paper"),
-    Exponential(10),
-    Exponential(0.3),
+RULES = [
+    rule
+    for rule in some(cases.RULES, cases.EVERY_RULE)
+    if isinstance(rule, AnytimeWindow | Exponential)
 ]
 TWO = [AnytimeWindow(0.3), Exponential(10)]
 Pair = namedtuple("Pair", "first second")
-few_rules = pytest.mark.parametrize("rule", FEW, ids=short)
-two_rules = pytest.mark.parametrize("rule", TWO, ids=short)
-both_ways = pytest.mark.parametrize("bundle", [0, 65_536], ids=["alone", "bundled"])
-rules_and_tails = pytest.mark.parametrize("rule", [*TWO, AnyTail(6, 0.3)], ids=short)
+every_rule = of_rules(RULES)
+two_rules = of_rules(TWO)
+rules_and_tails = of_rules([*TWO, AnyTail(6, 0.3)])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def release_programs():
+    """Drop the compiled programs of a file when its tests are done: they take much memory."""
+    yield
+    jax.clear_caches()
+    weight_matrix.cache_clear()
+    gc.collect()
 
 
 def window_for(rule):
     """What to read an average of this rule with."""
     return 0.5 if isinstance(rule, AnyTail) else None
+
+
+def two_leaves(xs, bundle=None):
+    """The samples in a leaf that a bundle of its size takes, and repeated in a larger one."""
+    bundle = xs.shape[-1] if bundle is None else bundle
+    return {"bundled": xs, "alone": xs[..., np.arange(bundle + 1) % xs.shape[-1]]}
 
 
 def row(trees, i):
