@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, Growing, TailAverage
@@ -10,6 +10,7 @@ from tailavg.core.clock import FOLD, SMALLEST, SUM, BlockClock, Store, clock_for
 from tailavg.core.equation import read
 from tailavg.core.windows import NEVER
 from tests.support.cases import RULES, anytime_windows, of_rules
+from tests.support.effort import some
 from tests.support.model import weight_matrix
 from tests.support.schedule import advance
 
@@ -36,7 +37,7 @@ class Held(Store):
 
 @of_rules([*FOLDING, Exponential(400), AnyTail(6)])
 def test_a_store_that_does_as_it_is_told_holds_the_weights_of_the_model(rule):
-    steps = 700
+    steps = 400
     clock, store = clock_for(rule), Held(len(clock_for(rule).blocks), steps)
     window = (0.3,) if isinstance(rule, AnyTail) else ()
     expected = None if window else weight_matrix(rule, steps)
@@ -97,6 +98,7 @@ def test_a_start_that_is_off_is_refused(rule, count, place, by):
         BlockClock(rule).restore(count, starts, count)
 
 
+@settings(max_examples=some(15, 100))
 @given(
     st.floats(1e-5, 1e-3), st.integers(2, 6), st.integers(10**6, 10**8), st.sampled_from([-1, 1])
 )

@@ -145,10 +145,10 @@ def test_profile_is_a_frozen_record():
 @pytest.mark.parametrize("rule", [AnytimeWindow(0.25), AnytimeWindow(1000, 7), Exponential(0.25)])
 def test_profile_of_a_long_stream_needs_no_dense_weights(rule):
     average = TailAverage(rule)
-    average.update_many(np.ones(10**6))
+    average.update_many(np.ones(10**5))
     got = average.profile()
     assert math.isclose(got.effective_size, average.size, rel_tol=1e-9)
-    assert got.oldest_age < 10**6
+    assert got.oldest_age < 10**5
 
 
 @every_method
@@ -328,14 +328,12 @@ def test_nan_and_infinity_last_as_long_as_they_have_a_weight(rule, kind, bad, me
     xs[[3, 47, 100]] = bad
     expected = averages(weight_matrix(rule, 180), xs)
     average = TailAverage(rule)
-    for start in range(0, 180, 45 if method == "scan" else 1):
-        if method == "scan":
-            got = average.scan(xs[start : start + 45])
-            assert_close(got, expected[start : start + 45], 1e-12)
-        else:
-            take(average, kind, xs[start : start + 1], method)
-            assert_close(average.value(), expected[start], 1e-12)
-    if isinstance(rule, AnytimeWindow) and rule.size(180) <= 30:
+    size = {"update": 1, "update_many": 5, "scan": 45}[method]
+    for start in range(0, 180, size):
+        got = take(average, kind, xs[start : start + size], method)
+        wanted = expected[start : start + size]
+        assert_close(got, wanted if method == "scan" else wanted[-1], 1e-12)
+    if isinstance(rule, AnytimeWindow) and rule.size(180) <= 60:
         assert np.isfinite(average.value()).all()
 
 
