@@ -190,7 +190,7 @@ def test_tensors_of_many_pieces(tmp_path):
         return {
             "a": random.normal(size=(3, 300_001)).astype(np.float32),
             "b": random.integers(0, 9, 600_000),
-            "c": random.normal(size=5_000_000).astype(BF16),
+            "c": random.normal(size=1_000_000).astype(BF16),
             "d": random.normal(size=11).astype(np.float32),
         }
 
@@ -226,11 +226,11 @@ def test_memory_of_several_files_is_near_one(tmp_path, grown, shapes):
     def make(step):
         return {f"{i}": np.full(shape, step, np.float32) for i, shape in enumerate(shapes)}
 
-    names = save_run(tmp_path, range(5), make)
+    names = save_run(tmp_path, range(3), make)
     options = ["--windows", "0.6,1.0", "-o", "average-{window}.safetensors"]
     assert grown(*names, *options) < 2**26  # two files would not fit
-    assert load_file(tmp_path / "average-0.6.safetensors")["0"].flat[-1] == 3
-    assert load_file(tmp_path / "average-1.0.safetensors")["0"].flat[-1] == 2
+    assert load_file(tmp_path / "average-0.6.safetensors")["0"].flat[-1] == 1.5
+    assert load_file(tmp_path / "average-1.0.safetensors")["0"].flat[-1] == 1
 
 
 def save_sharded(folder, tensors):
@@ -250,8 +250,8 @@ def save_distributed(folder, tensors):
 
 @pytest.mark.parametrize(
     ("save", "tensors", "most"),
-    # torch's reader and writer take some 100 MB, but must not hold the 300 MB of a checkpoint
-    [(save_sharded, 4, 2**26), (save_distributed, 30, 2 * 10**8)],
+    # torch's reader and writer take some 100 MB, but must not hold the 250 MB of a checkpoint
+    [(save_sharded, 4, 2**26), (save_distributed, 25, 2 * 10**8)],
 )
 def test_memory_of_folders_is_bounded(tmp_path, grown, save, tensors, most):
     array = np.ones(2_500_000, np.float32)
@@ -545,7 +545,7 @@ def test_several_windows_of_torch_files(tmp_path):
 def test_torch_memory_of_several_files_is_near_one(tmp_path, grown):
     _, names = torch_run(
         tmp_path,
-        range(4),
+        range(3),
         lambda torch, step: {str(i): torch.full((1000, 1000), float(step)) for i in range(20)},
     )
     one = (tmp_path / names[0]).stat().st_size

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from tests.support import commands, processes
-from tests.support.commands import CHECKPOINTS, PROFILE, TAILAVG, WIDE
+from tests.support.commands import CHECKPOINTS, TAILAVG, WIDE
 
 CASES = {
     "stream": (["stream", "-w", "2"], b"1\n3\n"),
@@ -13,8 +13,6 @@ CASES = {
     "a wrong command line": (["stream"], b""),
     "checkpoints": (CHECKPOINTS, b""),
     "plot": (["plot", "numbers.txt"], b""),
-    "profile": (PROFILE, b""),
-    "help": (["--help"], b""),
 }
 
 
