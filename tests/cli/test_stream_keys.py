@@ -31,9 +31,10 @@ pytestmark = pytest.mark.usefixtures("without_numba")
 
 
 def rows(odd=()):
-    """Of 15 keys; some have one row, some more than are kept as samples."""
+    """Of 17 keys; some have one row, some more than are kept as samples."""
     random_ = random.Random(4)
-    keys = [i for i in range(15) for _ in range(1 + i * i // 4)]
+    counts = [*(1 + i * i // 4 for i in range(15)), FEW, FEW + 1]
+    keys = [key for key, count in enumerate(counts) for _ in range(count)]
     random_.shuffle(keys)
     table = [
         (f"k{key}", f"{random_.gauss(3, 1):.4f}", f"{random_.gauss(0, 9):.4f}") for key in keys
