@@ -1,4 +1,4 @@
-"""What the tests of `tailavg.torch` share: slow references and odd models."""
+"""What the tests of `tailavg.torch` share: slow references, odd models and their averages."""
 
 import io
 
@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tailavg import AnytimeWindow, ExactWindow, Exponential, Growing, RawTail
-from tailavg.torch import ParameterAverage
+from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, Growing, RawTail
+from tailavg.torch import AveragedModel, ParameterAverage
 from tests.support.cases import rules, short
 from tests.support.model import Blocks, alphas
 
@@ -160,6 +160,47 @@ def walked(model, rule, steps: int, seed: int = 0, **options):
         average.update()
         history.record()
     return average, walk, history
+
+
+def walked_module(model, rule, steps: int, **options):
+    """Return an averaged model after so many updates, and the walk and history of its source."""
+    averaged = AveragedModel(model, rule, **options)
+    walk, history = Walk(model), History(model)
+    for _ in range(steps):
+        walk.step()
+        averaged.update_parameters(model)
+        history.record()
+    return averaged, walk, history
+
+
+def counted(rule=None, steps: int = 100, **options):
+    """Return a weight that was 0, 1, 2, …, and its average."""
+    weight = torch.zeros(2)
+    average = ParameterAverage({"w": weight}, rule or AnyTail(8), **options)
+    for step in range(steps):
+        weight.fill_(step)
+        average.update()
+    return weight, average
+
+
+def outputs(average, folder):
+    """Return every call that reads an average with a window."""
+    return {
+        "average_parameters": lambda window: average.average_parameters(window).__enter__(),
+        "copy_to": lambda window: average.copy_to(window=window),
+        "copy_to another": lambda window: average.copy_to({"w": torch.zeros(2)}, window),
+        "averaged_state_dict": lambda window: average.averaged_state_dict(window=window),
+        "full_state_dict": lambda window: average.full_state_dict(window=window),
+        "save_averaged": lambda window: average.save_averaged(folder / "file", window=window),
+        "weights": lambda window: average.weights(window),
+        "profile": lambda window: average.profile(window),
+        "select_tail": lambda window: average.select_tail(lambda: 1.0, [1.0, window]),
+    }
+
+
+def only_tensors(state) -> dict[str, torch.Tensor]:
+    """Return a state without what is no tensor."""
+    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
 def saved(state):

@@ -19,7 +19,9 @@ from tests.support.torch_models import (
     Walk,
     assert_averages,
     bits,
+    counted,
     named,
+    outputs,
     saved,
     small,
     snapshot,
@@ -27,7 +29,6 @@ from tests.support.torch_models import (
     tolerance,
     wide,
 )
-from tests.support.torch_tails import counted, outputs
 
 TAILS = [AnyTail(), AnyTail(6), AnyTail(8, 0.4), AnyTail(7, 0.02)]
 every_tail = pytest.mark.parametrize("rule", TAILS, ids=short)

@@ -9,8 +9,18 @@ import torch
 from tailavg import AnyTail, AnytimeWindow, TailAverage
 from tailavg.torch import ParameterAverage
 from tests.support import schedule
-from tests.support.torch_models import FailAt, Walk, bits, saved, small, snapshot, walked, wide
-from tests.support.torch_tails import counted, outputs
+from tests.support.torch_models import (
+    FailAt,
+    Walk,
+    bits,
+    counted,
+    outputs,
+    saved,
+    small,
+    snapshot,
+    walked,
+    wide,
+)
 
 
 @pytest.mark.parametrize("stop", [1, 5, 6, 7, 255, 256, 300])

@@ -10,8 +10,7 @@ from torch import nn
 
 from tailavg import AnyTail, AnytimeWindow, Exponential, Growing
 from tailavg.torch import ParameterAverage
-from tests.support.torch_models import FailAt, bits, small, snapshot, walked
-from tests.support.torch_tails import counted
+from tests.support.torch_models import FailAt, bits, counted, small, snapshot, walked
 
 errors = pytest.mark.parametrize(
     "error", [ValueError, KeyboardInterrupt, SystemExit, torch.OutOfMemoryError, StopIteration]

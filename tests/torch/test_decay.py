@@ -7,8 +7,7 @@ import torch
 
 from tailavg import AnyTail, AnytimeWindow, Decay, TailAverage
 from tailavg.torch import ParameterAverage
-from tests.support.torch_models import bits, tensors_of, walked, wide
-from tests.support.torch_tails import counted, outputs
+from tests.support.torch_models import bits, counted, outputs, tensors_of, walked, wide
 
 DECAYS = [
     Decay(0.2, "cosine"),

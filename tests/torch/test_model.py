@@ -11,7 +11,6 @@ from torch.optim import swa_utils
 
 from tailavg import AnytimeWindow, ExactWindow, Exponential, Fixed, RawTail, TailAverage
 from tailavg.torch import AveragedModel, ParameterAverage
-from tests.support.averaged_models import tensors_of, walked
 from tests.support.torch_models import (
     History,
     Odd,
@@ -21,8 +20,10 @@ from tests.support.torch_models import (
     every_rule,
     named,
     odd_batch,
+    only_tensors,
     saved,
     small,
+    walked_module,
 )
 
 
@@ -43,7 +44,7 @@ def test_it_is_a_module_with_the_keys_of_torchs_class():
     model = small()
     ours, theirs = AveragedModel(model, 0.5), swa_utils.AveragedModel(model)
     assert isinstance(ours, nn.Module)
-    assert list(tensors_of(ours.state_dict())) == list(theirs.state_dict())
+    assert list(only_tensors(ours.state_dict())) == list(theirs.state_dict())
     assert set(ours.state_dict()) - set(theirs.state_dict()) == {"_extra_state"}
     assert [name for name, _ in ours.named_parameters()] == [
         name for name, _ in theirs.named_parameters()
@@ -56,7 +57,7 @@ def test_it_is_a_module_with_the_keys_of_torchs_class():
     ours.update_parameters(model)
     theirs.update_parameters(model)
     assert ours.n_averaged == theirs.n_averaged == 1
-    assert list(tensors_of(ours.state_dict())) == list(theirs.state_dict())
+    assert list(only_tensors(ours.state_dict())) == list(theirs.state_dict())
 
 
 def test_before_the_first_update_it_has_the_weights_it_was_made_with():
@@ -116,7 +117,7 @@ def seen_by_apply(model):
 def test_whichever_way_one_looks_one_sees_the_averages(look):
     """Each look is the first after an update; what it should see is set up by hand."""
     model, rule = small(), AnytimeWindow(10)
-    averaged, walk, history = walked(model, rule, 25)
+    averaged, walk, history = walked_module(model, rule, 25)
     averaged.eval()
     for _ in range(3):
         for _ in range(7):
@@ -134,7 +135,7 @@ def test_whichever_way_one_looks_one_sees_the_averages(look):
 
 def test_the_averages_are_written_once_per_update_and_only_when_looked_at():
     model = small()
-    averaged, walk, _ = walked(model, 10, 5)
+    averaged, walk, _ = walked_module(model, 10, 5)
     module = averaged.module
     versions = [p._version for p in module.parameters()]
     averaged.state_dict()
@@ -153,7 +154,7 @@ def test_the_averages_are_written_once_per_update_and_only_when_looked_at():
 def test_what_one_writes_into_the_module_stays_until_the_next_update():
     """Lightning swaps weights through it; `update_bn` writes its statistics there."""
     model = small()
-    averaged, walk, history = walked(model, 10, 15)
+    averaged, walk, history = walked_module(model, 10, 15)
     with torch.no_grad():
         averaged.module[0].weight.fill_(7.0)
         averaged.module[1].running_mean.fill_(8.0)
@@ -208,7 +209,7 @@ def test_a_model_of_all_kinds_at_once_is_averaged():
     resumed = AveragedModel(Odd(seed=1, compiled=False), rule)
     resumed.load_state_dict(saved(averaged.state_dict()))
     persistent = averaged.state_dict()
-    assert bits(tensors_of(resumed.state_dict())) == bits(tensors_of(persistent))
+    assert bits(only_tensors(resumed.state_dict())) == bits(only_tensors(persistent))
     averaged.eval()
     resumed.eval()
     resumed.module.cache.copy_(averaged.module.cache)
@@ -257,7 +258,7 @@ def test_another_model_of_the_same_names_goes_on():
 
 
 def test_a_source_that_does_not_match_is_refused_by_name():
-    averaged, _, _ = walked(small(), 10, 25)
+    averaged, _, _ = walked_module(small(), 10, 25)
     before = bits(averaged)
     misshapen = small()
     misshapen[3] = nn.Linear(4, 3)
@@ -279,7 +280,7 @@ def test_a_source_that_is_not_tied_as_at_first_is_refused_by_name():
             self.a = nn.Linear(2, 2)
             self.b = self.a if tied else nn.Linear(2, 2)
 
-    averaged, _, _ = walked(Pair(tied=True), 10, 25)
+    averaged, _, _ = walked_module(Pair(tied=True), 10, 25)
     with pytest.raises(ValueError, match=r"[ab]\.weight"):
         averaged.update_parameters(Pair(tied=False))
     assert averaged.n_averaged == 25
@@ -287,7 +288,7 @@ def test_a_source_that_is_not_tied_as_at_first_is_refused_by_name():
 
 def test_a_copy_goes_its_own_way():
     model = small()
-    averaged, walk, _ = walked(model, 10, 25)
+    averaged, walk, _ = walked_module(model, 10, 25)
     twin = copy.deepcopy(averaged)
     assert bits(twin) == bits(averaged)
     before = bits(averaged)
@@ -301,7 +302,7 @@ def test_a_copy_goes_its_own_way():
 
 def test_its_modes_gradients_and_types_are_those_of_a_module():
     model = small()
-    averaged, walk, history = walked(model, 10, 25)
+    averaged, walk, history = walked_module(model, 10, 25)
     averaged.eval()
     assert not averaged.module[1].training
     averaged.train()
@@ -343,7 +344,7 @@ def test_accumulators_stay_wide_when_the_module_is_made_narrow():
 
 def test_a_device_may_be_named_as_in_torch():
     for device in ("cpu", torch.device("cpu")):
-        averaged, _, _ = walked(small(), 10, 5, device=device)
+        averaged, _, _ = walked_module(small(), 10, 5, device=device)
         assert averaged.n_averaged.device.type == "cpu"
     positional = AveragedModel(small(), 10, torch.device("cpu"), True)
     positional.update_parameters(small())

@@ -8,9 +8,8 @@ import torch
 from torch import nn
 from torch.optim import swa_utils
 
-from tests.support.averaged_models import walked
 from tests.support.interrupts import interrupted
-from tests.support.torch_models import FailAt, bits, small
+from tests.support.torch_models import FailAt, bits, small, walked_module
 
 X = torch.rand(4, 3, generator=torch.Generator().manual_seed(0))
 
@@ -29,7 +28,7 @@ class Net(nn.Module):
 def behind(model=None, **options):
     """An averaged model, its module, held since before two updates, and one more update."""
     model = small() if model is None else model
-    averaged, walk, _ = walked(model, 10, 5, **options)
+    averaged, walk, _ = walked_module(model, 10, 5, **options)
     held = averaged.eval().module
 
     def update():
@@ -221,7 +220,7 @@ def test_a_compiled_module_is_compiled_once():
 
 def test_a_held_module_says_that_the_average_is_not_whole():
     model = small()
-    averaged, _, _ = walked(model, 10, 5)
+    averaged, _, _ = walked_module(model, 10, 5)
     held = averaged.module
     averaged.update_parameters(model)
     with FailAt(2, KeyboardInterrupt), pytest.raises(KeyboardInterrupt):

@@ -7,7 +7,6 @@ from torch.optim import swa_utils
 
 from tailavg import AnytimeWindow, Exponential
 from tailavg.torch import AveragedModel, ParameterAverage, growing_avg_fn, growing_multi_avg_fn
-from tests.support.averaged_models import walked
 from tests.support.torch_models import (
     History,
     Walk,
@@ -17,6 +16,7 @@ from tests.support.torch_models import (
     saved,
     small,
     snapshot,
+    walked_module,
 )
 
 ORDERS = {
@@ -175,7 +175,7 @@ def test_a_model_with_nothing_to_average_is_followed(make, rule):
 
 def test_whole_numbers_follow_the_model_beside_averages():
     model = nn.ModuleList([Counter(), nn.Linear(1, 1)])
-    averaged, walk, history = walked(model, AnytimeWindow(4), 10)
+    averaged, walk, history = walked_module(model, AnytimeWindow(4), 10)
     model[0].codes.fill_(7)
     walk.step()
     averaged.update_parameters(model)
@@ -237,7 +237,7 @@ def test_a_wrapper_whose_model_is_replaced_is_noticed():
 
 
 def test_a_wrapper_with_tensors_or_other_names_is_refused():
-    averaged, _, _ = walked(small(), 10, 5)
+    averaged, _, _ = walked_module(small(), 10, 5)
     before = bits(averaged)
     scaled = Wrapper(small(), "module")
     scaled.scale = nn.Parameter(torch.ones(()))

@@ -9,7 +9,6 @@ from torch.optim import swa_utils
 
 from tailavg import AnytimeWindow, Exponential
 from tailavg.torch import AveragedModel
-from tests.support.averaged_models import walked
 from tests.support.torch_models import (
     History,
     Walk,
@@ -20,6 +19,7 @@ from tests.support.torch_models import (
     raw,
     saved,
     small,
+    walked_module,
 )
 
 
@@ -46,7 +46,7 @@ def test_a_state_of_torchs_own_class_is_refused_clearly():
     theirs = swa_utils.AveragedModel(small(seed=3))
     theirs.update_parameters(small(seed=4))
     for strict in (True, False):
-        averaged, _, _ = walked(small(), 10, 25)
+        averaged, _, _ = walked_module(small(), 10, 25)
         before = bits(averaged)
         with pytest.raises(ValueError, match="AveragedModel"):
             averaged.load_state_dict(theirs.state_dict(), strict=strict)
@@ -55,10 +55,10 @@ def test_a_state_of_torchs_own_class_is_refused_clearly():
 
 def test_states_that_do_not_fit_are_refused_and_change_nothing():
     model = small()
-    averaged, _, _ = walked(model, 10, 25)
+    averaged, _, _ = walked_module(model, 10, 25)
     good, before = saved(averaged.state_dict()), bits(averaged)
     own = list(averaged.parameters())
-    other_rule, _, _ = walked(small(), Exponential(10), 25)
+    other_rule, _, _ = walked_module(small(), Exponential(10), 25)
     with pytest.raises(ValueError, match="Exponential"):
         averaged.load_state_dict(other_rule.state_dict())
     assert bits(averaged) == before
@@ -66,7 +66,7 @@ def test_states_that_do_not_fit_are_refused_and_change_nothing():
         averaged.load_state_dict(good | {"_extra_state": good["_extra_state"] | {"version": 99}})
     assert bits(averaged) == before
     for count in (25, 12):  # a refusal by torch itself, after it has loaded some of it
-        other, _, _ = walked(small(seed=1), 10, count)
+        other, _, _ = walked_module(small(seed=1), 10, count)
         for wrong in (
             {"module.3.bias": torch.zeros(3)},
             {"module.4.bias": torch.zeros(3)},
@@ -83,7 +83,7 @@ def test_states_that_do_not_fit_are_refused_and_change_nothing():
     with pytest.raises(RuntimeError, match=r"module\.3\.bias"):
         averaged.load_state_dict(state)
     assert bits(averaged) == before
-    taller, _, _ = walked(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 7)), 10, 25)
+    taller, _, _ = walked_module(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 7)), 10, 25)
     with pytest.raises((ValueError, RuntimeError), match="weight"):
         averaged.load_state_dict(taller.state_dict())
     assert bits(averaged) == before
@@ -116,7 +116,7 @@ def bits_of_state(averaged):
 def test_a_fresh_model_can_be_saved_and_loaded():
     averaged = AveragedModel(small(), 10)
     state = saved(averaged.state_dict())
-    other, _, _ = walked(small(seed=1), 10, 12)
+    other, _, _ = walked_module(small(seed=1), 10, 12)
     other.load_state_dict(state)
     assert other.n_averaged == 0
     assert bits(other) == bits(averaged)
@@ -124,7 +124,7 @@ def test_a_fresh_model_can_be_saved_and_loaded():
 
 def test_a_state_may_be_assigned():
     model = small()
-    averaged, walk, history = walked(model, 10, 25)
+    averaged, walk, history = walked_module(model, 10, 25)
     other = AveragedModel(small(seed=1), 10)
     other.load_state_dict(saved(averaged.state_dict()), assign=True)
     assert bits(other) == bits(averaged)

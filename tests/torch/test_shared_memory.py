@@ -8,8 +8,16 @@ from torch import nn
 
 from tailavg.torch import AveragedModel, ParameterAverage
 from tailavg.torch.tracking import Tracking
-from tests.support.averaged_models import walked as walked_module
-from tests.support.torch_models import assert_averages, bits, named, saved, snapshot, walked, wide
+from tests.support.torch_models import (
+    assert_averages,
+    bits,
+    named,
+    saved,
+    snapshot,
+    walked,
+    walked_module,
+    wide,
+)
 
 
 def same_data(a):

@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 
 from tailavg import AnytimeWindow, Exponential, Fixed
 from tailavg.torch import AveragedModel, growing_avg_fn, growing_multi_avg_fn
-from tests.support.averaged_models import tensors_of, walked
 from tests.support.torch_models import (
     History,
     Walk,
@@ -22,8 +21,10 @@ from tests.support.torch_models import (
     bits,
     dense,
     named,
+    only_tensors,
     saved,
     small,
+    walked_module,
     wide,
 )
 
@@ -34,7 +35,7 @@ def test_torchs_update_bn_works(batch):
     xs = [torch.rand(8, 3, generator=random) for _ in range(6)]
     loader = xs if batch == "tensor" else [(x, None) for x in xs]
     model = small()
-    averaged, walk, history = walked(model, 10, 30)
+    averaged, walk, history = walked_module(model, 10, 30)
     swa_utils.update_bn(loader, averaged)
     expected = copy.deepcopy(model)
     with torch.no_grad():
@@ -94,13 +95,13 @@ def test_a_window_of_everything_is_the_average_of_torchs_class():
         ours.update_parameters(model)
         theirs.update_parameters(model)
     torch.testing.assert_close(
-        tensors_of(ours.state_dict()), theirs.state_dict(), rtol=1e-5, atol=1e-5
+        only_tensors(ours.state_dict()), theirs.state_dict(), rtol=1e-5, atol=1e-5
     )
 
 
 def test_the_averaged_model_goes_into_a_safetensors_file(tmp_path):
     model, file = small(), tmp_path / "averaged.safetensors"
-    averaged, _, _ = walked(model, 10, 25)
+    averaged, _, _ = walked_module(model, 10, 25)
     safetensors.torch.save_file(averaged.module.state_dict(), file)
     plain = small(seed=1)
     plain.load_state_dict(safetensors.torch.load_file(file))
@@ -116,7 +117,7 @@ def test_tied_tensors_go_into_a_safetensors_file(tmp_path):
             self.embed, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
             self.head.weight = self.embed.weight
 
-    averaged, _, _ = walked(Tied(), 10, 25)
+    averaged, _, _ = walked_module(Tied(), 10, 25)
     file = tmp_path / "averaged.safetensors"
     safetensors.torch.save_model(averaged.module, file)
     plain = Tied()

@@ -10,7 +10,6 @@ from torch import nn
 
 from tailavg import AnytimeWindow, Exponential
 from tailavg.torch import ParameterAverage
-from tests.support.averaged_models import walked as walked_module
 from tests.support.cases import short
 from tests.support.torch_models import (
     Odd,
@@ -20,6 +19,7 @@ from tests.support.torch_models import (
     small,
     snapshot,
     walked,
+    walked_module,
     wide,
 )
 
