@@ -9,19 +9,16 @@ from hypothesis import strategies as st
 from tailavg import (
     AnyTail,
     AnytimeWindow,
-    ExactWindow,
     Exponential,
-    RawTail,
     TailAverage,
     TailAverages,
 )
 from tailavg.numpy import compiling, loops
 from tailavg.pandas import tail_mean
-from tests.support.cases import assert_close
+from tests.support.cases import FEW_RULES, assert_close, of_rules
 from tests.support.model import averages as weighted
 from tests.support.model import weight_matrix
 
-RULES = [AnytimeWindow(10), AnytimeWindow(0.25), Exponential(10), ExactWindow(5), RawTail(5, 60)]
 NA = np.nan
 
 
@@ -52,7 +49,7 @@ def expected_by(rule, keys, column, nan_policy="omit") -> np.ndarray:
     return out
 
 
-@pytest.mark.parametrize("rule", RULES, ids=str)
+@of_rules(FEW_RULES)
 def test_a_series(rule):
     series = frame()["loss"]
     got = tail_mean(series, rule)
@@ -62,7 +59,7 @@ def test_a_series(rule):
     assert_close(got, weighted(weight_matrix(rule, len(series)), series.to_numpy()), 1e-12)
 
 
-@pytest.mark.parametrize("rule", RULES, ids=str)
+@of_rules(FEW_RULES)
 def test_groups(rule):
     df = frame()
     got = tail_mean(df, rule, by="run")
