@@ -23,3 +23,10 @@ def pages(browser, tmp_path_factory):
     site = tmp_path_factory.mktemp("site")
     build(site)
     return Pages(browser, site)
+
+
+@pytest.fixture(scope="module")
+def explorer(pages):
+    """The explorer, open."""
+    pages.explore()
+    return pages

@@ -1,17 +1,15 @@
 """What the explorer shows is what the library says, and its lines do what its settings mean."""
 
 import shlex
-import subprocess
 
 import numpy as np
 import pytest
 
-from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, Fixed, Growing, TailAverage
+from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, Growing, TailAverage
 from tailavg.core.clock import starts_at
 from tailavg.core.profile import profile
-from tests.support import browser
+from tests.support import browser, commands
 from tests.support.browser import link, written
-from tests.support.commands import TAILAVG
 
 pytestmark = browser.MARKS
 
@@ -32,57 +30,80 @@ CASES = [
     (AnyTail(8), 100_000, Growing(1.0)),
     (AnyTail(12, shortest=0.05), 5000, Growing(0.05)),
 ]
-NAMES = [f"{rule} at {t}" for rule, t, _ in CASES]
+CASES = {f"{rule} at {t}": (rule, t, window) for rule, t, window in CASES}
+BLOCKS = AnytimeWindow | AnyTail
 
 
-@pytest.fixture(params=CASES, ids=NAMES)
-def case(request, pages):
-    """A rule, a step and a window to read, as the explorer shows them."""
-    pages.explore(link(*request.param))
-    return request.param
+STATS = ["size", "effective", "mean", "oldest", "noise", "hot", "cold"]
+READ = """
+const text = (selector) => document.querySelector(selector).textContent;
+return {
+  stats: Object.fromEntries(arguments[0].map((name) => [name, text(`[data-stat=${name}]`)])),
+  live: text('#x-live'), python: text('#x-python-code'), shell: text('#x-shell-code'),
+  shellNote: text('#x-shell-note'),
+};
+"""
 
 
-def test_numbers(pages, case):
-    rule, t, window = case
+@pytest.fixture(scope="module")
+def shown(explorer):
+    """What the explorer shows of each case, by name."""
+    shown = {}
+    for name, case in CASES.items():
+        explorer.follow(link(*case))
+        shown[name] = {**explorer.run(READ, STATS), "blocks": explorer.blocks()}
+    return shown
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_numbers(shown, name):
+    rule, t, window = CASES[name]
     expected = profile(rule, starts_at(rule, t), t, window)
-    held = expected.accumulators
-    hot, cold = "1 sum", f"{held} mean{'s' * (held > 1)}"
+    accumulators = expected.accumulators
+    hot, cold = "1 sum", f"{accumulators} mean{'s' * (accumulators > 1)}"
     if isinstance(rule, ExactWindow):
-        hot, cold = f"{held} samples", "nothing"
-    shown = {name: pages.stat(name) for name in ("size", "effective", "mean", "oldest", "noise")}
-    assert shown == {
+        hot, cold = f"{accumulators} samples", "nothing"
+    stats = shown[name]["stats"]
+    assert stats == {
         "size": written(expected.size),
         "effective": written(expected.effective_size),
         "mean": written(expected.mean_age),
         "oldest": f"{expected.oldest_age:,}",
         "noise": written(expected.effective_size**-0.5),
+        "hot": hot,
+        "cold": cold,
     }
-    assert (pages.stat("hot"), pages.stat("cold")) == (hot, cold)
-    assert f"effective size {shown['effective']}" in pages.text("#x-live")
-    if isinstance(rule, AnytimeWindow | AnyTail):  # the figure does not go back all the way
-        starts = starts_at(rule, t)
-        drawn = pages.blocks()
-        assert drawn == starts[-len(drawn) :]
-        assert t - drawn[0] >= min(t, expected.size)
+    assert f"effective size {stats['effective']}" in shown[name]["live"]
 
 
-def test_lines_of_python_mean_the_rule(pages, case):
+@pytest.mark.parametrize(
+    "name", [name for name, (rule, *_) in CASES.items() if isinstance(rule, BLOCKS)]
+)
+def test_blocks(shown, name):
+    rule, t, window = CASES[name]
+    starts, drawn = starts_at(rule, t), shown[name]["blocks"]
+    assert drawn == starts[-len(drawn) :]  # the figure does not go back all the way
+    assert t - drawn[0] >= min(t, profile(rule, starts, t, window).size)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_lines_of_python_mean_the_rule(shown, name):
     names = {}
-    exec(pages.text("#x-python-code"), names)
-    assert names["average"].rule == case[0]
+    exec(shown[name]["python"], names)
+    assert names["average"].rule == CASES[name][0]
 
 
 @pytest.mark.parametrize(
     "rule", [0.25, AnytimeWindow(100, 5), Exponential(Growing(0.5, 90)), AnyTail()]
 )
-def test_lines_of_torch_and_optax_run(pages, rule):
+def test_lines_of_torch_and_optax_run(explorer, rule):
     torch, optax = pytest.importorskip("torch"), pytest.importorskip("optax")
     asked = AnytimeWindow(rule) if isinstance(rule, float) else rule
     window = Growing(0.3) if isinstance(rule, AnyTail) else None
-    pages.explore(link(asked, 500, window))
+    explorer.follow(link(asked, 500, window))
     names = {"model": torch.nn.Linear(2, 1), "optax": optax}
-    exec(pages.text("#x-torch-code"), names)
-    exec(pages.text("#x-optax-code"), names)
+    exec(explorer.text("#x-torch-code"), names)
+    exec(explorer.text("#x-optax-code"), names)
     average, params = names["average"], {"x": np.zeros(3)}
     assert average.rule == asked
     average.update()
@@ -91,90 +112,99 @@ def test_lines_of_torch_and_optax_run(pages, rule):
         pass
     state = names["tx"].init(params)
     names["tx"].update(params, state, params)
-    said = pages.text("#x-torch-note") + pages.text("#x-optax-note")
+    said = explorer.text("#x-torch-note") + explorer.text("#x-optax-note")
     assert said.count("window=0.3") == (0 if window is None else 2)
 
 
-def test_an_exact_window_has_no_lines_for_models(pages):
-    pages.explore("#window=30&method=exact&t=100")
+def test_an_exact_window_has_no_lines_for_models(explorer):
+    explorer.follow("#window=30&method=exact&t=100")
     for name in ("torch", "optax"):
-        assert pages.text(f"#x-{name}-code") == ""
-        assert "holds every sample" in pages.text(f"#x-{name}-note")
+        assert explorer.text(f"#x-{name}-code") == ""
+        assert "holds every sample" in explorer.text(f"#x-{name}-note")
 
 
-def test_lines_of_the_shell_run(pages, case, tmp_path):
-    rule, _, window = case
-    line = pages.text("#x-shell-code")
-    if isinstance(rule, AnytimeWindow) and rule.turns == "paper" and rule.window != Fixed(100):
-        assert line == ""
-        assert "balanced turns only" in pages.text("#x-shell-note")
-        return
+def has_shell_line(rule):
+    turns = getattr(rule, "turns", "balanced")
+    return turns == "balanced" or rule == AnytimeWindow(100, 2, turns="paper")  # which are the same
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, (rule, *_) in CASES.items() if has_shell_line(rule)]
+)
+def test_lines_of_the_shell_run(shown, name, tmp_path):
+    rule, _, window = CASES[name]
     samples = np.sin(np.arange(400.0))
     (tmp_path / "log.txt").write_text("".join(f"{x!r}\n" for x in samples.tolist()))
-    program, *options = shlex.split(line)
+    program, *options = shlex.split(shown[name]["shell"])
     assert program == "tailavg"
-    ran = subprocess.run(
-        [*TAILAVG, *options], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
+    output = commands.run(*options, folder=tmp_path).stdout
     average = TailAverage(rule)
     average.update_many(samples)
     expected = average.value(*([] if window is None else [window]))
-    last = ran.stdout.splitlines()[-1].replace(",", "\t").split()[-1]
+    last = output.splitlines()[-1].replace(",", "\t").split()[-1]
     assert float(last) == pytest.approx(expected, rel=1e-11)
 
 
-def test_memory_in_bytes(pages):
-    pages.explore("#window=0.25&t=10000&numbers=7000000000")
-    assert (pages.stat("hot"), pages.stat("cold")) == ("28 GB", "84 GB")
-    pages.explore("#window=0.25&method=exact&t=10000&numbers=7e9")
-    assert (pages.stat("hot"), pages.stat("cold")) == ("70 TB", "0 B")
+def test_the_shell_has_balanced_turns_only(shown):
+    names = [name for name, (rule, *_) in CASES.items() if not has_shell_line(rule)]
+    assert len(names) == 2
+    for name in names:
+        assert shown[name]["shell"] == "", name
+        assert "balanced turns only" in shown[name]["shellNote"], name
 
 
-def test_the_next_turn_is_the_librarys(pages):
-    pages.explore("#window=0.25&t=1150")
+def test_memory_in_bytes(explorer):
+    explorer.follow("#window=0.25&t=10000&numbers=7000000000")
+    assert (explorer.stat("hot"), explorer.stat("cold")) == ("28 GB", "84 GB")
+    explorer.follow("#window=0.25&method=exact&t=10000&numbers=7e9")
+    assert (explorer.stat("hot"), explorer.stat("cold")) == ("70 TB", "0 B")
+
+
+def test_the_next_turn_is_the_librarys(explorer):
+    explorer.follow("#window=0.25&t=1150")
     starts = starts_at(AnytimeWindow(0.25), 1150)
-    pages.find("previous").click()
-    pages.rest()
-    assert pages.settings()["t"] == str(starts[-1] + 1)
-    pages.find("next").click()
-    pages.rest()
-    t = int(pages.settings()["t"])
+    explorer.find("previous").click()
+    explorer.rest()
+    assert explorer.settings()["t"] == str(starts[-1] + 1)
+    explorer.find("next").click()
+    explorer.rest()
+    t = int(explorer.settings()["t"])
     assert t > 1150
     assert starts_at(AnytimeWindow(0.25), t)[:-1] == starts_at(AnytimeWindow(0.25), t - 1)[1:]
-    assert pages.blocks() == [*starts[1:], t - 1]
+    assert explorer.blocks() == [*starts[1:], t - 1]
 
 
-def test_play_moves_through_the_stream(pages):
-    pages.explore("#window=0.25&t=1150")
-    pages.find("play").click()
-    pages.wait("return document.getElementById('x-t').value.replaceAll(',', '') > 1200")
-    pages.find("play").click()
-    pages.rest()
-    t = int(pages.settings()["t"])
-    assert pages.blocks() == starts_at(AnytimeWindow(0.25), t)
-    pages.wait("return location.hash.endsWith(`t=${arguments[0]}`)".replace("arguments[0]", str(t)))
+def test_play_moves_through_the_stream(explorer):
+    explorer.follow("#window=0.25&t=1150")
+    explorer.find("play").click()
+    explorer.wait("document.getElementById('x-t').value.replaceAll(',', '') > 1200")
+    explorer.find("play").click()
+    explorer.rest()
+    t = int(explorer.settings()["t"])
+    assert explorer.blocks() == starts_at(AnytimeWindow(0.25), t)
+    explorer.wait(f"location.hash.endsWith('t={t}')")
 
 
-def test_copies(pages):
-    pages.explore("#window=0.25&t=1150")
+def test_copies(explorer):
+    explorer.follow("#window=0.25&t=1150")
     kept = "window.kept = []; navigator.clipboard.writeText = async (text) => kept.push(text);"
-    pages.run(kept)
-    pages.find("link").click()
-    pages.wait("return document.getElementById('x-link').textContent === 'Copied'")
-    pages.find("python-copy").click()
-    pages.wait("return kept.length === 2")
-    url, line = pages.run("return kept")
+    explorer.run(kept)
+    explorer.find("link").click()
+    explorer.wait("document.getElementById('x-link').textContent === 'Copied'")
+    explorer.find("python-copy").click()
+    explorer.wait("kept.length === 2")
+    url, line = explorer.run("return kept")
     assert url.endswith("explorer.html#window=0.25&method=anytime&accumulators=3&t=1150")
     assert line == "from tailavg import TailAverage\naverage = TailAverage(0.25)"
 
 
-def test_a_pointer_reads_weights(pages):
+def test_a_pointer_reads_weights(explorer):
     from selenium.webdriver import ActionChains
 
-    pages.explore("#window=200&t=1050")
-    figure = pages.find("weights")
+    explorer.follow("#window=200&t=1050")
+    figure = explorer.find("weights")
     right = figure.size["width"] / 2 - 15  # the newest sample
-    ActionChains(pages.browser).move_to_element_with_offset(figure, right, 0).perform()
+    ActionChains(explorer.browser).move_to_element_with_offset(figure, right, 0).perform()
     average = TailAverage(200)
     average.update_many(np.zeros(1050))
-    assert f"anytime window {written(average.weights()[-1])}" in pages.text("#x-legend")
+    assert f"anytime window {written(average.weights()[-1])}" in explorer.text("#x-legend")

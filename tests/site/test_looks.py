@@ -3,7 +3,8 @@
 import pytest
 
 from tests.support import browser
-from tests.support.browser import DESK, PHONE
+from tests.support.browser import DESK, PHONE, TABLET
+from tests.support.effort import exhaustive
 
 pytestmark = browser.MARKS
 
@@ -63,52 +64,62 @@ return [...document.querySelectorAll('.explorer *')].filter((one) => {
 """
 
 
+SMALL = """
+return [...document.querySelectorAll('.explorer :is(input, button)')]
+  .filter((control) => control.checkVisibility())
+  .map((control) => [control.id || control.value, control.getBoundingClientRect()])
+  .filter(([_, { width, height }]) => width < 40 || height < 40).map(([name]) => name);
+"""
+BOXES = """
+return [...document.querySelectorAll('.explorer input[type=text]')]
+  .filter((box) => box.checkVisibility()).map((box) => box.id.replace('x-', ''));
+"""
+COLOURS = """
+return [getComputedStyle(document.body).backgroundColor,
+        getComputedStyle(document.querySelector('.x-area')).fill,
+        getComputedStyle(document.querySelector('.x-now')).color];
+"""
+
+
+def test_a_phone(pages):
+    pages.explore(size=PHONE)
+    for link in LINKS:
+        pages.follow(link)
+        assert pages.run("return document.documentElement.scrollWidth") == PHONE[0], link
+        assert pages.run("return innerWidth") == PHONE[0], link
+        assert pages.run(STICKS_OUT) == [], link
+        assert pages.run(SMALL) == [], link
+        settings = pages.settings()
+        window = {"fixed": ["k"], "growing": ["c"], "capped": ["c", "atMost"]}[settings["kind"]]
+        blocks = ["accumulators"] * (settings["method"] in ("anytime", "paper", "anytail"))
+        assert pages.run(BOXES) == [*window, *blocks, "t", "numbers"], link
+
+
+@exhaustive("a link that is opened on a phone looks as one that is followed there")
 @pytest.mark.parametrize("link", LINKS)
-def test_a_phone(pages, link):
-    pages.explore(link, size=PHONE)
-    assert pages.run("return document.documentElement.scrollWidth") == PHONE[0]
-    assert pages.run("return innerWidth") == PHONE[0]
-    assert pages.run(STICKS_OUT) == []
-    small = pages.run(
-        """return [...document.querySelectorAll('.explorer :is(input, button)')]
-          .filter((one) => one.checkVisibility())
-          .map((one) => [one.id || one.value, one.getBoundingClientRect()])
-          .filter(([_, { width, height }]) => width < 40 || height < 40).map(([name]) => name)"""
-    )
-    assert small == []
-
-
-@pytest.mark.parametrize("link", LINKS)
-def test_controls_that_matter_are_there(pages, link):
-    pages.explore(link, size=PHONE)
-    got = pages.settings()
-    shown = pages.run(
-        "return [...document.querySelectorAll('.explorer input[type=text]')]"
-        ".filter((one) => one.checkVisibility()).map((one) => one.id.replace('x-', ''))"
-    )
-    window = {"fixed": ["k"], "growing": ["c"], "capped": ["c", "atMost"]}[got["kind"]]
-    blocks = ["accumulators"] * (got["method"] in ("anytime", "paper", "anytail"))
-    assert shown == [*window, *blocks, "t", "numbers"]
-
-
-@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("size", [PHONE, TABLET, DESK], ids=["phone", "tablet", "desk"])
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_all_text_can_be_read(pages, link, dark):
-    pages.explore(link, dark=dark)
-    found = pages.run(CONTRASTS)
-    assert len(found) > 60
-    assert [(round(ratio, 2), text) for ratio, text in found if ratio < 4.5] == []
+def test_every_width_and_scheme(pages, link, size, dark):
+    pages.explore(link, size=size, dark=dark)
+    assert pages.run("return document.documentElement.scrollWidth") == size[0]
+    assert pages.run(STICKS_OUT) == []
+    assert pages.run(SMALL) == [] or size != PHONE
+    assert [text for ratio, text in pages.run(CONTRASTS) if ratio < 4.5] == []
 
 
-def test_the_dark_is_dark(pages):
-    colours = """const one = document.querySelector('.x-area');
-        return [getComputedStyle(document.body).backgroundColor, getComputedStyle(one).fill,
-                getComputedStyle(document.querySelector('.x-now')).color]"""
-    pages.explore()
-    light = pages.run(colours)
-    pages.explore(dark=True)
-    dark = pages.run(colours)
-    assert [a == b for a, b in zip(light, dark, strict=True)] == [False, False, False]
+def test_all_text_can_be_read_in_the_light_and_in_the_dark(pages):
+    colours = []
+    for dark in (False, True):
+        pages.explore(dark=dark)
+        for link in LINKS:
+            pages.follow(link)
+            contrasts = pages.run(CONTRASTS)
+            assert len(contrasts) > 60, link
+            low = [(round(ratio, 2), text) for ratio, text in contrasts if ratio < 4.5]
+            assert low == [], f"{link}, dark: {dark}"
+        pages.follow(LINKS[0])
+        colours.append(pages.run(COLOURS))
+    assert [a == b for a, b in zip(*colours, strict=True)] == [False, False, False]
     assert pages.run("return document.body.dataset.mdColorScheme") == "slate"
 
 
@@ -116,7 +127,8 @@ def test_figures_follow_the_width(pages):
     width = "return document.querySelector('#x-weights svg').getBoundingClientRect().width"
     pages.explore(size=DESK)
     wide = pages.run(width)
-    pages.explore(size=PHONE)
+    pages.resize(PHONE)
+    pages.wait("atRest() && document.querySelector('#x-weights svg').clientWidth < innerWidth")
     assert pages.run(width) < PHONE[0] < wide
 
 

@@ -3,7 +3,8 @@
 import pytest
 
 from tests.support import browser
-from tests.support.browser import DESK, PHONE
+from tests.support.browser import DESK, PHONE, TABLET
+from tests.support.effort import exhaustive
 from tests.support.paths import DOCS
 
 pytestmark = browser.MARKS
@@ -27,21 +28,42 @@ def test_all_pages_are_known(pages):
     assert len(built) >= 20
 
 
-@pytest.mark.parametrize("size", [PHONE, DESK], ids=["phone", "desk"])
-@pytest.mark.parametrize("name", PAGES)
-def test_a_page(pages, name, size):
-    pages.open(f"{name}.html", size=size)
-    pages.wait("return document.readyState === 'complete'")
-    missing = pages.run(
-        """return Promise.all([...document.images].map((one) => {
-             one.loading = 'eager';
-             return one.decode().then(() => one.naturalWidth > 0 ? null : one.src, () => one.src);
-           })).then((all) => all.filter(Boolean))"""
-    )
-    assert missing == []
+MISSING = """
+return Promise.all([...document.images].map((image) => {
+  image.loading = 'eager';
+  const is = () => image.naturalWidth > 0 ? null : image.src;
+  return image.decode().then(is, () => image.src);
+})).then((sources) => sources.filter(Boolean));
+"""
+
+
+def fits(pages):
     assert pages.run("return document.documentElement.scrollWidth - innerWidth") <= 0
     assert pages.run(STICKS_OUT) == []
+
+
+def is_complete_and_quiet(pages, name):
+    assert pages.run(MISSING) == []
     assert pages.console() == []
-    asked = pages.requests()
-    assert any(url.endswith(f"/{name}.html") for url in asked)
-    assert [url for url in asked if not url.startswith(("file://", "data:"))] == []
+    requests = pages.requests()
+    assert any(url.endswith(f"/{name}.html") for url in requests)
+    assert [url for url in requests if not url.startswith(("file://", "data:"))] == []
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_on_a_desk_and_on_a_phone(pages, name):
+    pages.open(f"{name}.html", size=DESK)
+    fits(pages)
+    pages.resize(PHONE)
+    fits(pages)
+    is_complete_and_quiet(pages, name)
+
+
+@exhaustive("a page that is opened on a phone is seldom another than one that is moved there")
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("size", [PHONE, TABLET, DESK], ids=["phone", "tablet", "desk"])
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_of_every_width_and_scheme(pages, name, size, dark):
+    pages.open(f"{name}.html", size=size, dark=dark)
+    fits(pages)
+    is_complete_and_quiet(pages, name)

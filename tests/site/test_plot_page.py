@@ -1,19 +1,17 @@
 """The page that `tailavg plot` writes, in a browser: it zooms, tells values and fits a phone."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 from selenium.webdriver import ActionChains, Keys
 
 from tailavg import AnytimeWindow, TailAverage
-from tests.support import browser
+from tests.support import browser, commands
 from tests.support.browser import DESK, PHONE, Pages
 
 pytestmark = browser.MARKS
 
 SAMPLES = np.random.default_rng(0).normal(size=3000).round(6) + 5
+DRAWN = "document.querySelector('canvas').width > 0"
 INK = """
 const canvas = document.querySelector('canvas'), pen = canvas.getContext('2d');
 const pixels = pen.getImageData(0, 0, canvas.width, canvas.height).data;
@@ -24,19 +22,26 @@ return blue;
 """
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A run, and its pages."""
+    folder = tmp_path_factory.mktemp("plot")
+    (folder / "loss.txt").write_text("".join(f"{x}\n" for x in SAMPLES.tolist()))
+    plot = ["plot", "loss.txt", "--windows", "0.1,500", "-o"]
+    commands.run(*plot, "page.html", folder=folder)
+    commands.run(*plot, "log.html", "--log-x", "--log-y", folder=folder)
+    return folder
+
+
 @pytest.fixture
-def page(browser, tmp_path, request):
+def page(browser, folder, request):
     """The page of a run, open, and closed without a complaint."""
-    options = getattr(request, "param", [])
-    (tmp_path / "loss.txt").write_text("".join(f"{x}\n" for x in SAMPLES.tolist()))
-    command = [sys.executable, "-m", "tailavg", "plot", "loss.txt", "--windows", "0.1,500"]
-    subprocess.run([*command, *options, "-o", "page.html"], cwd=tmp_path, check=True)
-    shown = Pages(browser, tmp_path)
-    shown.open("page.html")
-    shown.wait("return document.querySelector('canvas').width > 0")
-    yield shown
-    assert [told for told in shown.console() if "readback" not in told] == []  # which tests do
-    assert [url for url in shown.requests() if not url.startswith(("file:", "data:"))] == []
+    page = Pages(browser, folder)
+    page.open(getattr(request, "param", "page.html"))
+    page.wait(DRAWN)
+    yield page
+    assert [told for told in page.console() if "readback" not in told] == []  # which tests do
+    assert [url for url in page.requests() if not url.startswith(("file:", "data:"))] == []
 
 
 def view(page):
@@ -90,7 +95,7 @@ def test_lines_can_be_hidden(page):
     assert page.run(INK) < before / 10
 
 
-@pytest.mark.parametrize("page", [["--log-x", "--log-y"]], indirect=True)
+@pytest.mark.parametrize("page", ["log.html"], indirect=True)
 def test_logarithmic_axes(page):
     assert view(page) == pytest.approx([1, 3000])
     assert page.run(INK) > 300
@@ -101,7 +106,7 @@ def test_fits_in_both_schemes(page, size):
     papers = []
     for dark in (False, True):
         page.open("page.html", size=size, dark=dark)
-        page.wait("return document.querySelector('canvas').width > 0")
+        page.wait(DRAWN)
         assert page.run("return document.documentElement.scrollWidth <= innerWidth")
         assert page.run(INK) > 100
         papers.append(page.run("return getComputedStyle(document.body).backgroundColor"))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import pytest
 
 from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, Fixed, Growing
 from tests.support.paths import ROOT
+from tests.support.processes import python
 
 MARKS = [
     pytest.mark.slow,
@@ -23,7 +22,7 @@ MARKS = [
 """Of tests that need a browser: `pytestmark = browser.MARKS`."""
 
 INSTALL = "apt-get install chromium chromium-driver"
-PHONE, DESK = (360, 740), (1280, 900)
+PHONE, TABLET, DESK = (360, 740), (800, 1100), (1280, 900)
 OPTIONS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run "
     "--disable-background-networking --disable-component-update --disable-sync"
@@ -38,12 +37,9 @@ def chromium() -> str | None:
 
 def build(folder: Path) -> None:
     """Build the site into this folder, as `make docs` does."""
-    subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder],
-        cwd=ROOT,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
-        check=True,
-    )
+    options = "--strict", "--quiet", "--site-dir", folder
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    python("-m", "mkdocs", "build", *options, cwd=ROOT, env=environment)
 
 
 def start(profile: Path) -> Any:
@@ -57,7 +53,41 @@ def start(profile: Path) -> Any:
         options.add_argument(option)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     # with its path: Selenium looks for no driver of its own
-    return Chrome(options=options, service=Service(shutil.which("chromedriver")))
+    browser = Chrome(options=options, service=Service(shutil.which("chromedriver")))
+    browser.set_script_timeout(90)
+    browser.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": BEFORE_EACH_PAGE})
+    return browser
+
+
+BEFORE_EACH_PAGE = """
+(() => {
+  if (location.protocol === "file:") localStorage.clear();  // the scheme of the last visit
+  const pending = new Set(), { setTimeout, clearTimeout } = window;
+  const { requestAnimationFrame, cancelAnimationFrame } = window;
+  const tracked = (start, kind) => (act, ...delay) => {
+    const id = start((...now) => { pending.delete(kind + id); act(...now); }, ...delay);
+    if (!(delay[0] >= 1000)) pending.add(kind + id);
+    return id;
+  };
+  window.setTimeout = tracked(setTimeout, "timer ");
+  window.clearTimeout = (id) => { pending.delete("timer " + id); clearTimeout(id); };
+  window.requestAnimationFrame = tracked(requestAnimationFrame, "frame ");
+  window.cancelAnimationFrame = (id) => {
+    pending.delete("frame " + id);
+    cancelAnimationFrame(id);
+  };
+  window.atRest = () => document.readyState === "complete" && pending.size === 0;
+  window.until = async (condition) => {
+    const end = performance.now() + 60_000;
+    while (!condition() && performance.now() < end) await new Promise((go) => setTimeout(go, 10));
+    return condition();
+  };
+})();
+"""
+"""Runs before the scripts of a page, and notes the timers and frames that they wait for.
+
+`atRest` says that they wait for none, and `until` waits for a condition.
+"""
 
 
 class Pages:
@@ -70,37 +100,39 @@ class Pages:
     def open(self, name: str, size: tuple[int, int] = DESK, dark: bool = False) -> None:
         """Open a page anew, on a screen of this size, in this scheme."""
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        command = self.browser.execute_cdp_cmd
-        command("Emulation.setEmulatedMedia", {"features": [scheme]})
-        screen = {"width": size[0], "height": size[1], "deviceScaleFactor": 1}
-        command("Emulation.setDeviceMetricsOverride", {**screen, "mobile": size == PHONE})
-        if self.browser.current_url.startswith("file:"):
-            self.run("localStorage.clear()")  # the scheme of the last visit
+        self.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+        self.resize(size)
         self.browser.get("about:blank")
         self.console(), self.requests()
         self.browser.get(f"{self.site.as_uri()}/{name}")
+
+    def resize(self, size: tuple[int, int]) -> None:
+        """Give the screen this size."""
+        screen = {"width": size[0], "height": size[1], "deviceScaleFactor": 1}
+        command = "Emulation.setDeviceMetricsOverride"
+        self.browser.execute_cdp_cmd(command, {**screen, "mobile": size == PHONE})
 
     def explore(self, link: str = "", **how: Any) -> None:
         """Open the explorer with these settings, and wait until it shows them."""
         self.open(f"explorer.html{link}", **how)
         self.rest()
 
+    def follow(self, link: str) -> None:
+        """Follow a link within the explorer, and wait until it shows these settings."""
+        self.run("location.hash = arguments[0]", link)
+        self.rest()
+
     def rest(self) -> None:
-        """Wait until the explorer shows what its controls say."""
+        """Wait until the explorer has done what it does later, and shows what its controls say."""
         now = "document.getElementById('x-live').textContent.split(', ')[0].replaceAll(',', '')"
         step = "Number(document.getElementById('x-t').value.replaceAll(',', ''))"
-        self.wait(f"return {now} === 'Step ' + {step}", told=f"return {now}")
-        self.wait("return new Promise(done => setTimeout(() => done(true), 350))")
+        self.wait("atRest()", "document.title")
+        self.wait(f"{now} === 'Step ' + {step}", now)
 
-    def wait(self, script: str, told: str = "return document.title") -> None:
-        """Wait until a script says so; `told` says what there is instead."""
-        from selenium.common.exceptions import TimeoutException
-        from selenium.webdriver.support.ui import WebDriverWait
-
-        try:
-            WebDriverWait(self.browser, 10, 0.05).until(lambda _: self.run(script))
-        except TimeoutException:
-            pytest.fail(f"expected {script}, got {self.run(told)}")
+    def wait(self, condition: str, instead: str = "document.title") -> None:
+        """Wait until an expression is true; `instead` says what there is otherwise."""
+        happened = self.run(f"return until(() => {condition})")
+        assert happened, f"expected {condition}, got {self.run(f'return {instead}')}"
 
     def text(self, selector: str) -> str:
         """What an element of the page says."""
@@ -109,6 +141,12 @@ class Pages:
     def stat(self, name: str) -> str:
         """One of the numbers of the explorer."""
         return self.text(f"[data-stat={name}]")
+
+    def press(self, *keys: str) -> None:
+        """Press keys, one after another."""
+        from selenium.webdriver import ActionChains
+
+        ActionChains(self.browser).send_keys(*keys).perform()
 
     def find(self, identifier: str) -> Any:
         """A control of the explorer."""
