@@ -72,9 +72,9 @@ def everything(made, tail):
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
     """What an unbroken run ends with."""
-    made, its = model(norm=True), callbacks(tmp_path_factory.mktemp("unbroken"))
-    fit(made, *its, epochs=EPOCHS)
-    return everything(made, its[0])
+    made, (tail, backup) = model(norm=True), callbacks(tmp_path_factory.mktemp("unbroken"))
+    fit(made, tail, backup, epochs=EPOCHS)
+    return everything(made, tail)
 
 
 @pytest.mark.parametrize(
@@ -109,9 +109,9 @@ def test_a_broken_run_goes_on_to_the_bit(tmp_path, unbroken, event, swap, backup
 
 
 def test_a_killed_run_goes_on_to_the_bit(fresh_process, unbroken):
-    made, resumed = model(norm=True), callbacks(fresh_process.folder / "killed")
-    fit(made, *resumed, epochs=EPOCHS)
-    assert equal(everything(made, resumed[0]), unbroken)
+    made, (tail, backup) = model(norm=True), callbacks(fresh_process.folder / "killed")
+    fit(made, tail, backup, epochs=EPOCHS)
+    assert equal(everything(made, tail), unbroken)
 
 
 def test_the_state_is_that_of_every_framework(tmp_path):

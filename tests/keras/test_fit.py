@@ -80,6 +80,7 @@ def test_validation_and_the_model_after_fit_have_the_averages(rule):
     # training is the same to the bit, and each epoch begins where the last one ended
     assert all(map(equal, seen.batches, recorded.batches))
     assert all(map(equal, seen.begun[1:], recorded.epochs))
+    assert all(map(equal, seen.epochs, recorded.epochs))  # validation gave the weights back
     assert tail.count == 3 * BATCHES
 
     rows = weight_matrix(as_rule(rule), tail.count)

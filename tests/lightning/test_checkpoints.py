@@ -65,6 +65,20 @@ def test_wherever_it_is_saved(tmp_path, hook, step, first):
     assert_near(module, expected(module.steps, callback.average.weights()))
 
 
+def test_a_checkpoint_within_validation_leaves_the_buffers_alone(tmp_path):
+    class Recomputes(Net):
+        def validation_step(self, batch, index):
+            super().validation_step(batch, index)
+            self.net[1].running_mean.fill_(7.0)
+
+        def on_validation_epoch_end(self):
+            assert (self.net[1].running_mean == 7.0).all()
+
+    saver = Saver("on_validation_batch_end", tmp_path / "saved.ckpt", STEPS)
+    fit(Recomputes(), TailAveraging(0.5), saver, epochs=2)
+    assert saver.saved
+
+
 @pytest.mark.parametrize("window", [0.3, Decay(0.4, "cosine")])
 def test_an_any_tail_is_saved_as_it_is_read(tmp_path, window):
     path, rule = tmp_path / "saved.ckpt", AnyTail(8)

@@ -210,12 +210,14 @@ def test_each_train_begins_an_average(tmp_path):
 
     model = tiny()
     trainer = make("added callback", model, args, 0.5, callbacks=[steps])
+    averages = []
     for _ in range(2):  # the second goes on with the training weights
         steps.all.clear()
         before = weights(model)
         trainer.train()
         assert not same(weights(model), before)
-        assert trainer.tail_average.count == 5
+        averages.append(trainer.tail_average)
+        assert [average.count for average in averages] == [5] * len(averages)
         close(exported(trainer, tmp_path / "two"), steps.mean(trainer.tail_average.weights()))
 
 
