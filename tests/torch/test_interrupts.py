@@ -87,6 +87,7 @@ CASES = {
     "update": (ready(parameters(), 3), Run.update),
     "update that folds and turns": (ready(parameters(), 5), Run.update),
     "update that begins a block": (ready(parameters(AnytimeWindow(4, 2)), 12), Run.update),
+    "update that merges": (ready(parameters(AnyTail(6, 0.5)), 8), Run.update),
     "update that folds and turns in files": (ready(in_files(AnytimeWindow(10)), 5), Run.update),
     "update that merges in files": (ready(in_files(AnyTail(6, 0.5)), 8), Run.update),
     "update of an exponential": (ready(parameters(Exponential(3)), 9), Run.update),

@@ -350,6 +350,19 @@ def test_large_tensors_are_averaged_to_their_last_element(rule):
     assert all(torch.equal(tensors[name], base) for name, base in bases.items())
 
 
+def test_large_tensors_of_8_bits_are_averaged_to_their_last_element():
+    """They are copied through a room that is smaller than they are together."""
+    tensors = {
+        name: (1 + torch.arange(size) % 7).to(torch.float8_e4m3fn)
+        for name, size in (("a", 2**20 + 5), ("b", 2**19), ("c", 2**20 - 1))
+    }
+    average = ParameterAverage(tensors, 10)
+    for _ in range(3):
+        average.update()
+    for name, values in average.averaged_state_dict(torch.float32).items():
+        assert torch.equal(values, tensors[name].float()), name
+
+
 # Everything at once
 
 
