@@ -320,7 +320,7 @@ def test_arrays_without_elements_are_averaged_to_the_like(rule, method):
 
 
 @every_method
-@of_rules(RULES)
+@of_rules([*RULES, AnytimeWindow(1), Exponential(1)])
 @pytest.mark.parametrize(("kind", "bad"), BAD_SAMPLES, ids=str)
 def test_nan_and_infinity_last_as_long_as_they_have_a_weight(rule, kind, bad, method):
     """And no longer: an anytime window is clean again once the bad block has left."""

@@ -118,7 +118,7 @@ def test_chunks_of_any_length_give_the_same_bits(rule, chunks, way):
     assert one_by_one(slow, xs[:300].tolist()).tobytes() == np.concatenate(got)[:300].tobytes()
 
 
-@of_rules([AnytimeWindow(10), AnytimeWindow(0.25), AnytimeWindow(300), Exponential(0.3)])
+@of_rules([AnytimeWindow(10), AnytimeWindow(0.25), AnytimeWindow(300), *map(Exponential, [1, 0.3])])
 @pytest.mark.parametrize("shape", [(), (2,)])
 @loops_only
 def test_bad_samples_give_the_bits_of_the_slow_loop(rule, shape, way):
