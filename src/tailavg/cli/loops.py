@@ -41,8 +41,9 @@ def _fives() -> Any:
     found = np.empty((_LAST - _FIRST + 1, 2), np.uint64)
     for q in range(_FIRST, _LAST + 1):
         power = 5 ** abs(q)
-        if q < 0:
-            power = (1 << (2 * power.bit_length() + 128)) // power + 1
+        if q < 0:  # rounded up in the last of 128 bits, where a number may be half-way
+            bits = power.bit_length() + 127 if q >= -27 else 2 * power.bit_length() + 128
+            power = (1 << bits) // power + 1
         excess = power.bit_length() - 128
         power = power >> excess if excess > 0 else power << -excess
         found[q - _FIRST] = power >> 64, power & ((1 << 64) - 1)
