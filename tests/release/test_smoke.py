@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
+from tests.support.effort import some
 from tests.support.processes import python, user_environment
 
-EXTRAS = (
-    "cli plot tensorboard fast pandas polars river jax optax keras torch lightning transformers"
-)
+EXTRAS = "cli plot tensorboard fast pandas polars river jax optax keras torch"
+EXTRAS += some("", " lightning transformers")
 
 
 def test_light_extras_work(tmp_path):

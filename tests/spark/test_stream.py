@@ -58,7 +58,7 @@ def test_each_key_is_averaged_one_by_one(spark, tmp_path):
 
 EARLY = [("a", 1, 1.0), ("a", 3, 2.0), ("b", 1, None), ("c", 1, 7.0), ("b", 1, 2.0)]
 LATE = {
-    "include": [("a", 2, 6.0), ("a", 4, 7.0), ("a", None, 7.0), ("a", 5, 7.0)],
+    "include": [("a", 2, 6.0), ("a", 4, 7.0), ("a", None, 7.0), ("a", 2, 8.0), ("a", 5, 8.0)],
     "drop": [("a", 4, 4.0), ("a", 5, 4.0)],
 }
 
@@ -72,12 +72,13 @@ def test_late_rows_new_keys_and_missing_values(late, spark, tmp_path):
     put(tmp_path, "0", given(("a", 1, 1.0), ("a", 3, 3.0), ("b", 1, None)), SMALL)
     put(tmp_path, "1", given(("a", 2, 9.0), ("a", 4, 5.0), ("c", 1, 7.0)), SMALL)
     put(tmp_path, "2", given(), SMALL)
-    put(tmp_path, "3", given(("a", None, 9.0), ("a", 5, float("nan")), ("b", 1, 2.0)), SMALL)
+    late_rows = ("a", None, 9.0), ("a", 2, 7.0)
+    put(tmp_path, "3", given(*late_rows, ("a", 5, float("nan")), ("b", 1, 2.0)), SMALL)
     options = {"window": 2, "by": "run", "order_by": "step"}
     lines = runs.stream(spark, tmp_path)
     query = runs.ran(tail_mean(lines, "loss", late=late, **options), tmp_path)
     metrics = [batch["observedMetrics"]["tailavg loss_tail"] for batch in query.recentProgress]
-    assert sum(row["late"] for row in metrics) == 2
+    assert sum(row["late"] for row in metrics) == 3
     rows = runs.out(spark, tmp_path, "run", "step", "loss_tail")
     assert rows == sorted([*EARLY, *LATE[late]], key=repr)
 

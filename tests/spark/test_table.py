@@ -39,14 +39,20 @@ def test_one_key_larger_than_a_batch_of_arrow(spark):
     assert [value for _, value in sorted(runs.rows(each, "step", "loss_tail"))] == expected
 
 
-def test_without_a_key_and_with_missing_values(spark):
+@pytest.mark.parametrize("size", [2, 10_000])
+def test_without_a_key_and_with_missing_values(size, spark):
     rows = [(math.nan, 1.0), (None, 2.0), (1.0, None), (3.0, math.nan), (2.0, 4.0)]
     df = spark.createDataFrame(rows, "at double, x double")
-    averages = runs.rows(tail_mean(df, "x", 1.0, order_by="at"), "at", "x_tail")
     expected = [(math.nan, 1.0), (None, 1.5), (1.0, 1.5), (2.0, 7 / 3), (3.0, 7 / 3)]
-    assert repr(averages) == repr(sorted(expected, key=repr))
-    latest = tail_mean(df, "x", 1.0, order_by="at", output="latest", nan_policy="propagate")
-    assert repr(latest.collect()) == "[Row(at=3.0, x_tail=nan)]"
+    of_arrow = "spark.sql.execution.arrow.maxRecordsPerBatch"
+    spark.conf.set(of_arrow, size)
+    try:
+        averages = runs.rows(tail_mean(df, "x", 1.0, order_by="at"), "at", "x_tail")
+        assert repr(averages) == repr(sorted(expected, key=repr))
+        latest = tail_mean(df, "x", 1.0, order_by="at", output="latest", nan_policy="propagate")
+        assert repr(latest.collect()) == "[Row(at=3.0, x_tail=nan)]"
+    finally:
+        spark.conf.unset(of_arrow)
 
 
 def test_a_table_takes_states_made_in_python(spark):
