@@ -123,7 +123,7 @@ def test_every_tail(tmp_path):
 def test_every_tail_without_ema_pytorch(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ema_pytorch", None)
     picture = tmp_path / "every-tail.svg"
-    options = ("--epochs", 2, "--seeds", 1, "--output", picture.with_suffix(".csv"))
+    options = ("--epochs", 1, "--seeds", 1, "--output", picture.with_suffix(".csv"))
     printed = example("every_tail.py", *options)
     assert "ema-pytorch is not installed" in printed
     assert list(table(printed, "test loss")) == METHODS
