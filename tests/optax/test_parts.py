@@ -25,7 +25,7 @@ from tests.support.optax_training import (
 
 
 def test_a_masked_tail_needs_the_parameters_for_the_rest():
-    tx = optax.chain(optax.adam(0.1), optax.masked(tail_average(4), KERNEL))
+    tx = optax.chain(optax.sgd(0.2), optax.masked(tail_average(4), KERNEL))
     params, state, history = train(tx)
     wanted = jax.tree.map(np.asarray, params)
     wanted["dense"]["kernel"] = expected(history, 4)["dense"]["kernel"]
@@ -54,7 +54,7 @@ def test_a_tail_of_nothing_gives_the_parameters():
 def test_two_tails_of_different_parameters_come_in_one_tree():
     tx = optax.multi_transform(
         {
-            "matrix": with_tail_average(optax.adam(0.1), 4),
+            "matrix": with_tail_average(optax.sgd(0.2), 4),
             "vector": with_tail_average(optax.sgd(0.1), Exponential(0.5)),
         },
         LABELS,
@@ -69,7 +69,7 @@ def test_two_tails_of_different_parameters_come_in_one_tree():
 
 def test_a_tail_in_one_branch_needs_the_parameters_of_the_other():
     tx = optax.multi_transform(
-        {"matrix": with_tail_average(optax.adam(0.1), 4), "vector": optax.sgd(0.1)}, LABELS
+        {"matrix": with_tail_average(optax.sgd(0.2), 4), "vector": optax.sgd(0.1)}, LABELS
     )
     params, state, history = train(tx)
     got = averaged_params(state, params)
@@ -80,19 +80,19 @@ def test_a_tail_in_one_branch_needs_the_parameters_of_the_other():
 
 
 def test_a_tail_after_all_branches_is_of_all_parameters():
-    branches = optax.multi_transform({"matrix": optax.adam(0.1), "vector": optax.sgd(0.1)}, LABELS)
+    branches = optax.multi_transform({"matrix": optax.sgd(0.2), "vector": optax.sgd(0.1)}, LABELS)
     _, state, history = train(with_tail_average(branches, 0.3))
     assert_close(averaged_params(state), expected(history, 0.3))
 
 
 def test_frozen_parameters_need_no_tail():
-    tx = optax.selective_transform(with_tail_average(optax.adam(0.1), 4), freeze_mask=REST)
+    tx = optax.selective_transform(with_tail_average(optax.sgd(0.2), 4), freeze_mask=REST)
     params, state, history = train(tx)
     assert_close(averaged_params(state, params), expected(history, 4))
 
 
 def test_branches_may_be_guarded_and_accumulated():
-    guarded = optax.apply_if_finite(with_tail_average(optax.adam(0.1), 0.5), 5)
+    guarded = optax.apply_if_finite(with_tail_average(optax.sgd(0.2), 0.5), 5)
     slow = optax.MultiSteps(with_tail_average(optax.sgd(0.1), 3), 2).gradient_transformation()
     tx = optax.multi_transform({"matrix": guarded, "vector": slow}, LABELS)
     _, state, history = train(tx)
@@ -104,7 +104,7 @@ def test_branches_may_be_guarded_and_accumulated():
 
 def test_masked_tails_in_one_chain_come_in_one_tree():
     tx = optax.chain(
-        optax.adam(0.1),
+        optax.sgd(0.2),
         optax.masked(tail_average(4), KERNEL),
         optax.masked(tail_average(0.5), REST),
     )

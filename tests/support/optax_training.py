@@ -16,14 +16,15 @@ TARGETS = 1 + np.random.default_rng(0).random(100)
 RULES = [
     5,
     0.3,
-    AnytimeWindow(0.5, 4, turns="paper"),
-    AnytimeWindow(Growing(0.5, at_most=6), 2),
-    Exponential(5),
+    AnytimeWindow(Growing(0.5, at_most=6), 4, turns="paper"),
     Exponential(0.3),
 ]
 KERNEL = {"dense": {"kernel": True, "bias": False}, "scale": False}
 REST = jax.tree.map(operator.not_, KERNEL)
 LABELS = {"dense": {"kernel": "matrix", "bias": "vector"}, "scale": "vector"}
+
+
+SMALL = {"scale": jnp.array(4.0, jnp.float32)}  # compiled much faster than `start`
 
 
 def start():
@@ -53,10 +54,10 @@ def train(tx, params=None, targets=TARGETS[:STEPS], **extra):
         carry = gradient_step(tx, carry, target, **extra)
         return carry, carry[0]
 
-    def whole(params):
+    def all_steps(params):
         return jax.lax.scan(one, (params, tx.init(params)), jnp.asarray(targets, jnp.float32))
 
-    (params, state), history = jax.jit(whole)(start() if params is None else params)
+    (params, state), history = jax.jit(all_steps)(start() if params is None else params)
     return params, state, jax.tree.map(np.asarray, history)
 
 

@@ -126,7 +126,8 @@ class TreeAverage:
                 "another rule or number of accumulators; use the average whose init made it"
             )
         updated: TreeState = self._update(state, tree)
-        if known:  # the next call looks at this, and need not wait for the update
+        # the next call looks at this, and need not wait for the update
+        if known and not isinstance(updated.updates, jax.core.Tracer):  # as in a condition
             place = updated.updates.sharding
             updated = updated._replace(rule=jax.device_put(_checksum(self.rule), place))
         return updated
