@@ -14,7 +14,6 @@ from tailavg.core.windows import as_window
 from tailavg.numpy import scan
 from tests.support.any_tails import TAILS, Tails, every_tail
 from tests.support.cases import (
-    BAD_SAMPLES,
     EVERY_KIND,
     FLOAT,
     KINDS,
@@ -22,6 +21,7 @@ from tests.support.cases import (
     assert_close,
     chunks,
     every_method,
+    of_bad_samples,
     of_kinds,
     of_pairs,
     of_rules,
@@ -260,7 +260,7 @@ def test_values_and_states_are_not_shared_with_the_caller():
 
 
 @every_method
-@pytest.mark.parametrize(("kind", "bad"), BAD_SAMPLES, ids=str)
+@of_bad_samples
 @of_rules(TAILS[:2])
 def test_nan_and_infinity_last_as_long_as_their_block_has_a_weight(rule, kind, bad, method):
     xs, matrices = kind.draw(STEPS), weight_matrices(rule)

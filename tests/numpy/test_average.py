@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from tailavg import AnytimeWindow, ExactWindow, Exponential, Growing, Profile, RawTail, TailAverage
 from tailavg.numpy import scan
 from tests.support.cases import (
-    BAD_SAMPLES,
     CAPPED,
     CASES,
     EVERY_KIND,
@@ -25,6 +24,7 @@ from tests.support.cases import (
     assert_close,
     chunks,
     every_method,
+    of_bad_samples,
     of_cases,
     of_kinds,
     of_pairs,
@@ -321,7 +321,7 @@ def test_arrays_without_elements_are_averaged_to_the_like(rule, method):
 
 @every_method
 @of_rules([*RULES, AnytimeWindow(1), Exponential(1)])
-@pytest.mark.parametrize(("kind", "bad"), BAD_SAMPLES, ids=str)
+@of_bad_samples
 def test_nan_and_infinity_last_as_long_as_they_have_a_weight(rule, kind, bad, method):
     """And no longer: an anytime window is clean again once the bad block has left."""
     xs = kind.draw(180)
@@ -335,6 +335,20 @@ def test_nan_and_infinity_last_as_long_as_they_have_a_weight(rule, kind, bad, me
         assert_close(got, wanted if method == "scan" else wanted[-1], 1e-12)
     if isinstance(rule, AnytimeWindow) and rule.size(180) <= 60:
         assert np.isfinite(average.value()).all()
+
+
+@of_rules([*RULES, Exponential(1)])
+def test_a_bad_sample_lasts_as_long_in_a_chunk_after_single_ones(rule, without_numba):
+    xs = FLOAT.draw(30)
+    xs[0] = math.nan
+    expected = averages(weight_matrix(rule, 30), xs)
+    for single in range(1, 12):
+        average = TailAverage(rule)
+        take(average, FLOAT, xs[:single], "update")
+        added = average.copy()
+        added.update_many(xs[single:])
+        assert_close(average.scan(xs[single:]), expected[single:], 1e-12)
+        assert_close(added.value(), expected[-1], 1e-12)
 
 
 @of_kinds("float", "float64 (3,)", "float32 (3,)")

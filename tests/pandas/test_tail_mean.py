@@ -44,8 +44,8 @@ def expected_by(rule, keys, column, nan_policy="omit") -> np.ndarray:
     out = np.full(len(column), np.nan)
     keys, xs = np.asarray(keys), np.asarray(column, float)
     for key in set(keys.tolist()):
-        its = keys == key
-        out[its] = TailAverage(rule, nan_policy=nan_policy).scan(xs[its])
+        of_key = keys == key
+        out[of_key] = TailAverage(rule, nan_policy=nan_policy).scan(xs[of_key])
     return out
 
 
@@ -68,9 +68,9 @@ def test_groups(rule):
     for name in got:
         np.testing.assert_array_equal(got[name], expected_by(rule, df["run"], df[name]))
     for run in set(df["run"]):
-        its = (df["run"] == run).to_numpy()
-        weights = weight_matrix(rule, int(its.sum()))
-        assert_close(got["loss"][its], weighted(weights, df["loss"].to_numpy()[its]), 1e-12)
+        of_run = (df["run"] == run).to_numpy()
+        weights = weight_matrix(rule, int(of_run.sum()))
+        assert_close(got["loss"][of_run], weighted(weights, df["loss"].to_numpy()[of_run]), 1e-12)
 
 
 def test_every_way_to_group_gives_the_same():

@@ -45,8 +45,8 @@ def expected_by(rule, keys, column) -> list[float]:
     out = np.full(len(column), np.nan)
     keys, xs = np.array(keys.to_list(), object), column.to_numpy().astype(float)
     for key in set(keys):
-        its = keys == key
-        out[its] = TailAverage(rule, nan_policy="omit").scan(xs[its])
+        of_key = keys == key
+        out[of_key] = TailAverage(rule, nan_policy="omit").scan(xs[of_key])
     return out.tolist()
 
 
@@ -67,10 +67,10 @@ def test_groups(rule):
         assert got[name].to_list() == expected_by(rule, df["run"], df[name])
     assert got["run"].to_list() == df["run"].to_list()
     for run in set(df["run"]):
-        its = (df["run"] == run).to_numpy()
-        weights = weight_matrix(rule, int(its.sum()))
+        of_run = (df["run"] == run).to_numpy()
+        weights = weight_matrix(rule, int(of_run.sum()))
         assert_close(
-            got["loss"].to_numpy()[its], weighted(weights, df["loss"].to_numpy()[its]), 1e-12
+            got["loss"].to_numpy()[of_run], weighted(weights, df["loss"].to_numpy()[of_run]), 1e-12
         )
 
 
@@ -104,8 +104,8 @@ def test_every_way_to_group_gives_the_same():
     assert got["number"].equals(df["number"])
     lists = df.group_by("run").agg(tail_mean(pl.col("loss"), 0.25))
     for run, averages in lists.iter_rows():
-        its = df.filter(run=run)["loss"].to_numpy()
-        assert averages == TailAverage(0.25).scan(its).tolist()
+        losses = df.filter(run=run)["loss"].to_numpy()
+        assert averages == TailAverage(0.25).scan(losses).tolist()
     streamed = df.lazy().group_by("run").agg(tail_mean(pl.col("loss"), 0.25))
     assert_frame_equal(streamed.collect(engine="streaming"), lists, check_row_order=False)
 

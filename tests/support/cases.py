@@ -115,11 +115,16 @@ MORE_KINDS = {
 EVERY_KIND = KINDS | MORE_KINDS
 FLOAT, ROW = EVERY_KIND["float"], EVERY_KIND["float64 (3,)"]
 
-# Kinds, and what to put in place of some samples.
-BAD_SAMPLES = [
-    *((FLOAT, bad) for bad in (math.nan, math.inf, -math.inf)),
-    (ROW, [math.nan, math.inf, -math.inf]),
-]
+# Numbers, and rows, with what to put in place of some samples.
+of_bad_samples = pytest.mark.parametrize(
+    ("kind", "bad"),
+    [
+        pytest.param(FLOAT, math.nan, id="nan"),
+        pytest.param(FLOAT, math.inf, id="inf"),
+        pytest.param(FLOAT, -math.inf, id="-inf"),
+        pytest.param(ROW, [math.nan, math.inf, -math.inf], id="all in a row"),
+    ],
+)
 
 
 def samples(steps: int = 600, shape=(5,), dtype="float64", seed: int = 0) -> np.ndarray:
