@@ -123,13 +123,12 @@ def test_all_text_can_be_read_in_the_light_and_in_the_dark(pages):
     assert pages.run("return document.body.dataset.mdColorScheme") == "slate"
 
 
-def test_figures_follow_the_width(pages):
-    width = "return document.querySelector('#x-weights svg').getBoundingClientRect().width"
+def test_figures_are_drawn_anew_when_the_width_changes(pages):
+    drawn = "document.querySelector('#x-weights svg').viewBox.baseVal.width"
     pages.explore(size=DESK)
-    wide = pages.run(width)
+    assert pages.run(f"return {drawn}") > PHONE[0]
     pages.resize(PHONE)
-    pages.wait("atRest() && document.querySelector('#x-weights svg').clientWidth < innerWidth")
-    assert pages.run(width) < PHONE[0] < wide
+    pages.wait(f"{drawn} < {PHONE[0]}", instead=drawn)
 
 
 def test_quiet_and_alone(pages):
