@@ -75,7 +75,9 @@ def test_weights_and_profiles_are_those_of_the_model(rule):
 
 
 @every_method
-@of_pairs([*((rule, "float") for rule in TAILS), *((AnyTail(6, 0.5), name) for name in KINDS)])
+@of_pairs(
+    [*((rule, "float") for rule in TAILS), *((AnyTail(6, 0.5), name) for name in list(KINDS)[1:])]
+)
 def test_every_window_is_the_average_by_its_weights(rule, kind, method):
     xs, average, matrices = kind.draw(STEPS), TailAverage(rule), weight_matrices(rule)
     windows = [window for window, _ in matrices]
@@ -104,10 +106,10 @@ def test_every_window_is_the_average_by_its_weights(rule, kind, method):
 
 @every_tail
 @settings(max_examples=5)
-@given(parts=chunks(900), kind=st.sampled_from(["float", "float32 (3,)", "complex128 (2, 3)"]))
+@given(parts=chunks(500), kind=st.sampled_from(["float", "float32 (3,)", "complex128 (2, 3)"]))
 def test_any_chunks_by_any_method_give_the_same_averages(rule, kind, parts):
     kind, window = EVERY_KIND[kind], (1 + rule.shortest) / 2
-    xs = kind.draw(900)
+    xs = kind.draw(500)
     values = TailAverage(rule).scan(xs, window)
     average = TailAverage(rule)
     for start, end, method in parts:
@@ -115,7 +117,7 @@ def test_any_chunks_by_any_method_give_the_same_averages(rule, kind, parts):
         assert_close(got, values[start:end] if method == "scan" else values[end - 1], kind.rtol)
         assert average.count == end
         assert_close(average.value(window), values[end - 1], kind.rtol)
-    assert average.state_dict()["starts"] == advance(rule, [0], 900)
+    assert average.state_dict()["starts"] == advance(rule, [0], 500)
 
 
 @settings(max_examples=some(20, 60))
@@ -145,17 +147,17 @@ def test_any_tail_in_any_chunks_follows_the_model(m, shortest, kind, parts, data
 def test_long_chunks_give_the_same_averages(rule, kind, scanner, monkeypatch):
     """Chunks that span many turns and folds, and more numbers than are taken at once."""
     monkeypatch.setattr(scan, "CHUNK", 600)
-    steps = 8000
+    steps = 5000
     xs, windows = kind.draw(steps), [rule.shortest, 0.7, 1.0, steps // 2]
     one, values = TailAverage(rule), {}
-    marks = {1, 776, 777, 778, 4000, 5001, 7999, steps}
+    marks = {1, 776, 777, 778, 3001, 4000, 4999, steps}
     for t, x in enumerate(kind.each(xs), start=1):
         one.update(x)
         if t in marks:
             values[t] = [one.value(window) for window in windows]
             alpha = one.weights(windows[1])
             assert_close(values[t][1], np.tensordot(alpha, xs[:t].astype(complex), 1), kind.rtol)
-    for cuts in ([], [1, 777, 5001]):
+    for cuts in ([], [1, 777, 3001]):
         scanned, added = TailAverage(rule), TailAverage(rule)
         got = []
         for start, end in pairwise([0, *cuts, steps]):
@@ -174,7 +176,7 @@ def test_long_chunks_give_the_same_averages(rule, kind, scanner, monkeypatch):
 def test_without_numba_scans_and_additions_leave_the_same_state(kind, without_numba):
     xs = EVERY_KIND[kind].draw(9000)
     scanned, added = TailAverage(AnyTail()), TailAverage(AnyTail())
-    for part in np.split(xs, [1, 777, 5001]):
+    for part in np.split(xs, [1, 777, 3001]):
         scanned.scan(part, 0.3)
         added.update_many(part)
     assert scanned == added

@@ -116,7 +116,7 @@ def test_many_updates_are_whole(rule: Any, kind: str, call: str) -> None:
         getattr(average, call)(xs, *arguments)
 
     for count in (0, 17):
-        check(rule, count, options, change, 30)
+        check(rule, count, options, change, 20)
 
 
 @pytest.mark.parametrize(("rule", "kind"), [*zip(RULES, cycle(["numbers", "arrays"]))], ids=str)

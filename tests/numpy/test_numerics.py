@@ -86,7 +86,7 @@ def test_the_average_of_one_number_again_and_again_is_that_number(rule):
         assert average.count == LONG
 
 
-@long_rules
+@of_rules([*map(AnytimeWindow, [1000, 0.25]), RawTail(1.0, total=MANY), Exponential(MANY // 4)])
 def test_samples_one_by_one_keep_12_digits_beside_a_large_offset(rule):
     noise, steps, expected = noise_and_steps(rule, MANY, 9973)
     average, constant, values = TailAverage(rule), TailAverage(rule), []
