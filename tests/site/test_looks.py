@@ -101,7 +101,7 @@ def test_a_phone(pages):
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_every_width_and_scheme(pages, link, size, dark):
     pages.explore(link, size=size, dark=dark)
-    assert pages.run("return document.documentElement.scrollWidth") == size[0]
+    assert pages.run("return document.documentElement.scrollWidth - innerWidth") <= 0
     assert pages.run(STICKS_OUT) == []
     assert pages.run(SMALL) == [] or size != PHONE
     assert [text for ratio, text in pages.run(CONTRASTS) if ratio < 4.5] == []
