@@ -1,4 +1,7 @@
-"""The script of `make release` works here too; the heavy extras are left to it."""
+"""The script of `make release` works here too; the heavy extras are left to it.
+
+Slow: it imports every framework, in a process of its own.
+"""
 
 from pathlib import Path
 
