@@ -101,14 +101,15 @@ def test_an_average_is_a_decayed_rate(shape):
 
 
 @pytest.mark.parametrize(
-    ("rule", "shape"),
+    ("rule", "name"),
     [
-        *((TAILS[0], SHAPES[name]) for name in OTHERS),
-        *((rule, SHAPES[name]) for rule, name in zip(TAILS[1:], OTHERS, strict=True)),
+        *((TAILS[0], name) for name in OTHERS),
+        *zip(TAILS[1:], OTHERS, strict=True),
     ],
     ids=str,
 )
-def test_an_any_tail_reads_the_weights_of_its_blocks(rule, shape):
+def test_an_any_tail_reads_the_weights_of_its_blocks(rule, name):
+    shape = SHAPES[name]
     average, tails, steps = TailAverage(rule), Tails(rule), 150
     read_at = {1, 2, 13, 32, 99, 150}
     xs = np.random.default_rng(0).normal(3, 1, steps)
