@@ -191,7 +191,7 @@ def test_the_effective_size_is_that_of_the_window(rule):
                 check_effective_size(rule, window, starts, t)
 
 
-@settings(max_examples=some(100, 400))
+@settings(max_examples=some(60, 400))
 @given(
     st.integers(6, 40),
     st.one_of(st.floats(0.003, 0.999), st.sampled_from([0.1, 0.07, 0.25, 1 / 3, 0.5])),

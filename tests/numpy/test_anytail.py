@@ -31,7 +31,7 @@ from tests.support.effort import some
 from tests.support.model import Window, averages
 from tests.support.schedule import advance
 
-STEPS = 110
+STEPS = 100
 
 
 def windows_of(rule):
@@ -270,10 +270,10 @@ def test_nan_and_infinity_last_as_long_as_their_block_has_a_weight(rule, kind, b
     windows = [window for window, _ in matrices]
     expected = np.array([averages(matrix, xs) for _, matrix in matrices])
     average = TailAverage(rule)
-    for start in range(0, STEPS, 55 if method == "scan" else 1):
+    for start in range(0, STEPS, 50 if method == "scan" else 1):
         if method == "scan":
-            got = average.scan(xs[start : start + 55], windows)
-            assert_close(got, expected[:, start : start + 55], 1e-12)
+            got = average.scan(xs[start : start + 50], windows)
+            assert_close(got, expected[:, start : start + 50], 1e-12)
         else:
             take(average, kind, xs[start : start + 1], method, 1.0)
             got = [average.value(window) for window in windows]

@@ -4,7 +4,7 @@ import copy
 import math
 import pickle
 from functools import cache
-from itertools import pairwise
+from itertools import cycle, pairwise
 
 import numpy as np
 import pytest
@@ -188,7 +188,7 @@ def test_values_are_those_of_one_step_however_late_they_are_looked_at():
     )
 
 
-@of_cases
+@of_pairs([*zip(cycle(RULES), EVERY_KIND), *((rule, "float") for rule in RULES)])
 def test_a_copy_is_equal_and_goes_its_own_way(rule, kind):
     average = TailAverage(rule, nan_policy="omit")
     xs = kind.draw(300)

@@ -19,7 +19,7 @@ from tailavg import (
     TailAverages,
 )
 from tailavg.numpy import loops
-from tests.support.cases import EVERY_RULE, FEW_RULES, assert_close, bits, of_rules
+from tests.support.cases import FEW_RULES, RULES, assert_close, bits, of_rules
 from tests.support.effort import some
 from tests.support.interrupts import interrupted
 from tests.support.model import averages as weighted
@@ -65,7 +65,7 @@ def assert_same(got, expected):
     np.testing.assert_array_equal(got, expected)
 
 
-@of_rules(EVERY_RULE)
+@of_rules(RULES)
 def test_a_scan_weighs_each_key_as_the_model_does(rule, way):
     keys, xs = drawn(350, 3)
     got = TailAverages(rule).scan(keys, xs)

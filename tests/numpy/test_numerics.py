@@ -133,11 +133,9 @@ def scales(xs):
 float32_rules = pytest.mark.parametrize(
     ("rule", "tolerance"),
     [
-        (AnytimeWindow(MANY // 2, 2), 1e-5),
-        (AnytimeWindow(0.25), 1e-5),
+        (AnytimeWindow(0.5), 1e-5),
         (RawTail(1.0, total=MANY), 1e-5),
         (Exponential(MANY // 4), 1e-4),
-        (Exponential(0.25), 1e-4),
     ],
     ids=short,
 )
@@ -182,10 +180,10 @@ def test_numbers_can_be_held_in_float32_too(rule, tolerance):
     assert average.value() == pytest.approx(0.1, rel=tolerance)
 
 
-@of_rules([AnytimeWindow(10_000), Exponential(10_000), ExactWindow(1000)])
+@of_rules([AnytimeWindow(5000), Exponential(5000), ExactWindow(1000)])
 def test_float16_samples_are_accumulated_in_float32(rule):
-    xs = np.random.default_rng(2).normal(100, 1, (40_000, 2)).astype(np.float16)
-    steps = [1, 1000, 17_777, 40_000]
+    xs = np.random.default_rng(2).normal(100, 1, (20_000, 2)).astype(np.float16)
+    steps = [1, 1000, 7777, 20_000]
     average, values = TailAverage(rule), []
     for start, end in pairwise([0, *steps]):
         for x in xs[start:end]:
