@@ -12,6 +12,7 @@ FOLDER = Path(__file__).parent
 JAX = keras.backend.backend() == "jax"
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Run these tests in one process, so that `fresh_process` is started once."""
     for item in items:
