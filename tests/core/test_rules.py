@@ -293,7 +293,7 @@ def test_balanced_and_paper_turns_coincide_for_a_fixed_window():
 
 def test_balanced_turns_are_fresher_than_the_papers():
     """The third accumulator buys nearly nothing with the paper's turns: 1.68 ct against 1.40."""
-    late = slice(10_000, None)
+    late = slice(3000, None)
     for accumulators, turns, farthest in [
         (2, "paper", 1.75),
         (3, "paper", 1.68),

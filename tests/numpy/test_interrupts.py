@@ -171,7 +171,7 @@ def test_an_error_in_arithmetic_changes_nothing_or_is_told(
     window = 0.5 if isinstance(rule, AnyTail) else None
     average, raised = made(rule, 10, (2,)), False
     with np.errstate(all="raise"):
-        for _ in range(40):
+        for _ in range(250):
             before = average.copy()
             try:
                 if call == "update":
