@@ -155,10 +155,8 @@ def filled():
 read = jax.jit(lambda state, window: value(state, window=window))
 READINGS = [
     0.1,
-    0.3,
     1.0,
     250,
-    1000,
     5000,
     Fixed(300),
     Growing(0.9, at_most=400),

@@ -24,10 +24,9 @@ def buffers(tree):
 # Ways to call it
 
 
-@two_rules
-def test_calls_one_by_one_jitted_and_scanned_give_the_same(rule):
+def test_calls_one_by_one_jitted_and_scanned_give_the_same():
     xs = {"a": samples(40).astype(np.float32), "n": np.arange(40)}
-    average = tail_average(rule)
+    average = tail_average(0.3)
     expected, (values, _, _) = run(average, xs)
     jitted = jax.jit(average.update)
     eager = compiled = average.init(row(xs, 0))

@@ -15,14 +15,12 @@ from tests.support.cases import samples
 from tests.support.jax_trees import assert_same, row, window_for
 
 SPECS = {
-    "first": PartitionSpec("data", None),
-    "second": PartitionSpec(None, "model"),
     "both": PartitionSpec("data", "model"),
     "vector": PartitionSpec("model"),
     "whole": PartitionSpec(),
 }
-SHAPES = {"first": (8, 3), "second": (3, 8), "both": (8, 16), "vector": (16,), "whole": (5,)}
-BUNDLE = 16  # takes the vectors
+SHAPES = {"both": (8, 16), "vector": (16,), "whole": (5,)}
+BUNDLE = 16  # takes all but the first
 TREES = {
     name: samples(60, shape, seed=i).astype(np.float32)
     for i, (name, shape) in enumerate(SHAPES.items())

@@ -77,17 +77,15 @@ def test_accumulators_and_values_are_sharded_as_their_leaves(rule, axis_type, ji
     read = partial(average.value, window=window)
     init, update, read = (jax.jit(f) if jitted else f for f in (average.init, average.update, read))
     tree = sharded(axis_type, plain_tree())
-    state, unsharded = init(tree), init(plain_tree())
+    state = init(tree)
     for i in range(1, 13):
         for leaves, stacked in ((state.sums, 0), (state.means, 1), (read(state), 0)):
             assert_sharded_alike(leaves, tree, stacked)
         state = update(state, sharded(axis_type, plain_tree(i)))
-        unsharded = update(unsharded, plain_tree(i))
     assert state.means["column"].shape == (rule.accumulators, 3, 8)
     assert state.bundles["float32"].means.shape == (rule.accumulators, 8 + 3)
     assert_sharded_alike(read(state, tree), tree)
     values = jax.device_get(read(state))
-    assert_same(values, jax.device_get(read(unsharded)))
     weights = average.weights(state, window)
     history = [plain_tree(i) for i in range(1, 13)]
     for name in ("row", "column", "whole"):
@@ -107,6 +105,18 @@ def test_a_sharded_update_and_value_do_not_communicate(rule, axis_type):
     for program in (update, jax.jit(value).lower(state, tree).compile()):
         assert "num_partitions=4" in program.as_text()
         assert not re.search(COLLECTIVES, program.as_text())
+
+
+@two_rules
+def test_a_sharded_average_is_the_unsharded_one_to_the_bit(rule):
+    average = tail_average(rule, bundle=8)
+    update, read = jax.jit(average.update), jax.jit(value)
+    place = partial(sharded, AxisType.Auto)
+    state, unsharded = average.init(place(plain_tree())), average.init(plain_tree())
+    for i in range(1, 13):
+        state = update(state, place(plain_tree(i)))
+        unsharded = update(unsharded, plain_tree(i))
+    assert_same(jax.device_get(read(state)), jax.device_get(read(unsharded)))
 
 
 @cases

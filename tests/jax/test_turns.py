@@ -22,13 +22,14 @@ CAPPED = Growing(0.25, at_most=250_000)
 # 0.15, 0.18, 0.3 and the share of 0.36 with two blocks, 0.2, are a little larger in float32, and a
 # turn of 0.04 is nearly a tie
 TURNING = [
-    *(
-        AnytimeWindow(window, 3, turns)
-        for window in (0.07, 0.25, 0.9, 1.0, 0.123456789123, Growing(0.07, 40_000))
-        for turns in ("balanced", "paper")
-    ),
-    AnytimeWindow(0.04),
+    AnytimeWindow(0.07),
     AnytimeWindow(0.25, 2),
+    AnytimeWindow(0.9, 3, "paper"),
+    AnytimeWindow(1.0),
+    AnytimeWindow(0.123456789123),
+    AnytimeWindow(0.123456789123, 3, "paper"),
+    AnytimeWindow(Growing(0.07, 40_000)),
+    AnytimeWindow(0.04),
     AnytimeWindow(0.55, 5),
     AnytimeWindow(0.15, 2),
     AnytimeWindow(0.36, 3),

@@ -1,5 +1,6 @@
 """What the tests of `tailavg.jax` share: rules, and ways to run an average over trees."""
 
+import ctypes
 import gc
 from collections import namedtuple
 from functools import partial
@@ -36,6 +37,8 @@ def release_programs():
     jax.clear_caches()
     weight_matrix.cache_clear()
     gc.collect()
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)  # else glibc keeps what is free
 
 
 def window_for(rule):
