@@ -11,7 +11,7 @@ demo: $(STAMPS)/cli,plot  ## the paper's experiments: figures, claims and a repo
 	$(BIN)/tailavg reproduce --output build/reproduction
 
 PYTEST := $(BIN)/python -m pytest
-ON_ALL_CORES := --numprocesses auto --maxprocesses 4 --dist loadgroup --no-loadscope-reorder --durations-csv=build/durations.csv
+ON_ALL_CORES := --numprocesses auto --maxprocesses 4 --dist loadscope --no-loadscope-reorder --durations-csv=build/durations.csv
 
 test: $(STAMPS)/test
 	$(PYTEST) $(ON_ALL_CORES)

@@ -17,6 +17,9 @@ os.environ["XLA_FLAGS"] = (  # several devices, to shard arrays over
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("KERAS_BACKEND", "torch")  # tests/keras/test_jax.py has the other one
 
+# These have one Spark, one browser, one fresh process with Keras.
+TOGETHER = ("tests/spark", "tests/site", "tests/keras")
+
 settings.register_profile(
     "tailavg",
     derandomize=True,
@@ -31,15 +34,25 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's backgro
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups
 def pytest_collection_modifyitems(config, items):
-    """Leave out exhaustive tests unless all are wanted; keep the tests of a file together."""
+    """Leave out exhaustive tests, unless all are wanted."""
     if not EVERYTHING:
         left_out = [item for item in items if item.get_closest_marker("exhaustive")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
-    for item in items:
-        if not item.get_closest_marker("xdist_group"):
-            item.add_marker(pytest.mark.xdist_group(item.path.name + item.path.parent.name))
-    # the tests of a slow group start first, so that no process works alone at the end
+    # slow tests start first, so that no process works alone at the end
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Run the tests of a file, or of a folder in `TOGETHER`, in one process and in order."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            path = nodeid.partition("::")[0]
+            folder = path.rpartition("/")[0]
+            return folder if folder in TOGETHER else path
+
+    return ByFile(config, log)

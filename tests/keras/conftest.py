@@ -8,16 +8,7 @@ import pytest
 from tests.support.paths import ROOT
 from tests.support.processes import python, user_environment
 
-FOLDER = Path(__file__).parent
 JAX = keras.backend.backend() == "jax"
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """Run these tests in one process, so that `fresh_process` is started once."""
-    for item in items:
-        if FOLDER in Path(item.path).parents:
-            item.add_marker(pytest.mark.xdist_group("keras"))
 
 
 class FreshProcess(NamedTuple):

@@ -17,7 +17,6 @@ from tests.support.processes import python
 
 MARKS = [
     pytest.mark.slow,
-    pytest.mark.xdist_group("site"),  # in one process, with one site and one browser
 ]
 """Of tests that need a browser: `pytestmark = browser.MARKS`."""
 

@@ -18,7 +18,6 @@ from tailavg import TailAverage
 
 MARKS = [
     pytest.mark.slow,
-    pytest.mark.xdist_group("spark"),  # in one process, with one Spark
     pytest.mark.filterwarnings("ignore:PySpark does not yet fully support"),
     pytest.mark.filterwarnings(r"ignore:os.fork\(\) was called:RuntimeWarning"),  # of JAX
 ]
