@@ -1,4 +1,7 @@
-"""A call that is interrupted anywhere happened wholly, not at all, or the average says so."""
+"""A call that is interrupted anywhere takes full effect or none, or the average says so.
+
+Slow: `make test-all` interrupts long calls at every opcode.
+"""
 
 from __future__ import annotations
 
