@@ -11,7 +11,8 @@ from jax import lax
 from tailavg import AnyTail, Decay, Fixed, Growing, TailAverage
 from tailavg.core.clock import BlockClock, starts_at
 from tailavg.jax import evaluate_tails, tail_average, value
-from tailavg.jax.clock import traced
+from tailavg.jax.clock import size_at, traced
+from tailavg.jax.reads import weights_of
 from tests.support.any_tails import TAILS, Tails, every_tail
 from tests.support.cases import assert_close, of_rules, samples
 from tests.support.jax_trees import assert_same, row, two_leaves
@@ -193,6 +194,23 @@ def test_a_window_may_be_traced(filled, window):
     for asked in (jnp.asarray(window), np.array(window)):
         assert_close(read(state, asked), expected, 3e-6)
         assert_close(average.value(state, window=asked), expected, 3e-6)
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_the_shortest_window_is_read_at_every_step(x64):
+    """However its size is rounded, and whether the window is traced or not."""
+
+    def weights_at(t, c):
+        rule = AnyTail(6, c)
+        state = tail_average(rule).init({})
+        state = state._replace(updates=t, size=size_at(rule, t))
+        return [weights_of(state, window) for window in (c, jnp.asarray(c))]
+
+    fractions = [0.07, 0.1, 0.3, 1 / 3, 0.55, 0.9]
+    with jax.enable_x64(x64):
+        program = jax.jit(jax.vmap(lambda t: [weights_at(t, c) for c in fractions]))
+        for c, weights in zip(fractions, program(jnp.arange(1, 10_001)), strict=True):
+            assert not any(np.isnan(x).any() for x in jax.tree.leaves(weights)), c
 
 
 @pytest.mark.parametrize("window", [0.05, 0.0, -1.0, 1.5, math.nan, 99, 0, -3], ids=str)
