@@ -10,7 +10,8 @@ STAMPS := $(VENV)/stamps
 demo: $(STAMPS)/cli,plot  ## the paper's experiments: figures, claims and a report
 	$(BIN)/tailavg reproduce --output build/reproduction
 
-export MALLOC_ARENA_MAX := 2  # threads of JAX and torch share memory that was freed
+# threads of JAX and torch share memory that was freed
+export MALLOC_ARENA_MAX := 2
 PYTEST := $(BIN)/python -m pytest
 ON_ALL_CORES := --numprocesses auto --maxprocesses 4 --dist loadscope --no-loadscope-reorder --durations-csv=build/durations.csv
 
