@@ -27,7 +27,6 @@ BLOCKS = [
     AnytimeWindow(0.25),
     AnytimeWindow(0.25, 5, "paper"),
     AnytimeWindow(0.07, 5),
-    AnytimeWindow(0.5, 2),
     AnytimeWindow(1.0),
     AnytimeWindow(CAPPED, 2),
     AnytimeWindow(CAPPED, 5, "paper"),

@@ -12,16 +12,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from tailavg import AnyTail, AnytimeWindow, Exponential
 from tailavg.jax import tail_average, value
 from tests.support.cases import samples
-from tests.support.jax_trees import assert_same, row, run, two_rules, window_for
+from tests.support.jax_trees import assert_same, run, two_rules, window_for
 from tests.support.model import averages, weight_matrix
-
-
-def updated(average, trees, state):
-    """The state after each of the stacked trees, one call after another."""
-    for i in range(len(jax.tree.leaves(trees)[0])):
-        state = average.update(state, row(trees, i))
-    return state
-
 
 COLLECTIVES = r"all-reduce|all-gather|collective-permute|all-to-all|reduce-scatter"
 SPECS = {
@@ -157,18 +149,16 @@ def test_a_state_is_sharded_inside_a_mesh_that_is_set_and_in_shard_map(rule):
         np.testing.assert_allclose(leaf, expected[name], rtol=3e-6, err_msg=name)
 
 
-@pytest.mark.parametrize(("rule", "count"), [(BLOCKS, 5), (DECAY, 0)], ids=str)
-def test_a_loaded_state_goes_on_where_its_leaves_are(rule, count):
-    """Sharded over four devices, or on another one than the first."""
-    average = tail_average(rule)
-    saved = updated(average, jnp.ones((count, 8)), average.init(jnp.zeros(8))) if count else None
+def test_a_loaded_state_goes_on_where_its_leaves_are():
+    """Sharded over four devices, or on another one than the first; before any update, or after."""
+    average = tail_average(BLOCKS)
+    first = average.init(jnp.zeros(8))
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
-    for place in (NamedSharding(mesh, PartitionSpec("x")), jax.devices()[2]):
-        tree = jax.device_put(jnp.full(8, 3.0), place)
-        state = average.init(tree)
-        if count:
+    for saved in (first, average.update(first, jnp.ones(8))):
+        for place in (NamedSharding(mesh, PartitionSpec("x")), jax.devices()[2]):
+            tree = jax.device_put(jnp.full(8, 3.0), place)
             state = average.from_state_dict(average.state_dict(saved), tree)
-        state = average.update(state, tree)
-        assert state.updates == count + 1
-        assert state.sums.sharding.is_equivalent_to(tree.sharding, 1)
-        assert value(state).sharding.is_equivalent_to(tree.sharding, 1)
+            state = average.update(state, tree)
+            assert state.updates == saved.updates + 1
+            assert state.sums.sharding.is_equivalent_to(tree.sharding, 1)
+            assert value(state).sharding.is_equivalent_to(tree.sharding, 1)

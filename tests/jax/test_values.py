@@ -284,13 +284,9 @@ def test_there_may_be_more_accumulators_than_samples_in_the_window():
         assert_close(values, averages(weight_matrix(rule, 120), xs), 1e-12)
 
 
-@of_rules(
-    [
-        AnytimeWindow(Growing(0.9, 100), turns="paper"),
-        Exponential(Growing(1.0, 50)),
-    ]
-)
-def test_a_window_passes_its_cap(rule):
+def test_a_window_passes_its_cap():
+    """That of an exponential; `RULES` has one of blocks."""
+    rule = Exponential(Growing(1.0, 50))
     xs = samples()
     with jax.enable_x64(True):
         _, (values, _, sizes) = run(tail_average(rule, dtype=jnp.float64), xs)

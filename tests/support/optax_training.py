@@ -14,7 +14,6 @@ from tailavg.jax import TreeState
 STEPS = 23
 TARGETS = 1 + np.random.default_rng(0).random(100)
 RULES = [
-    5,
     0.3,
     AnytimeWindow(Growing(0.5, at_most=6), 4, turns="paper"),
     Exponential(0.3),
