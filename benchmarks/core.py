@@ -34,7 +34,7 @@ from river import stats, utils
 
 from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, TailAverage
 from tailavg.core.rules import Rule
-from tailavg.numpy import compiling
+from tailavg.numpy import kernel
 
 RESULTS = Path(__file__).parent / "results"
 SCALARS = np.random.default_rng(0).random(100_000).tolist()
@@ -130,11 +130,11 @@ def without_numba(run: Callable[[], object]) -> Callable[[], object]:
     """The same, as if numba were not installed."""
 
     def run_without() -> None:
-        installed, compiling.installed = compiling.installed, lambda: False
+        installed, kernel.installed = kernel.installed, lambda: False
         try:
             run()
         finally:
-            compiling.installed = installed
+            kernel.installed = installed
 
     return run_without
 

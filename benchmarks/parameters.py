@@ -1,6 +1,7 @@
 """`tailavg.torch` against its peers, on the weights of networks: `make bench`.
 
     python benchmarks/parameters.py [--rounds 20] [--warmup 200]
+    python benchmarks/parameters.py --swaps [--rounds 200]
 
 Every group is one interleaved run: all methods take turns, in an order that rotates, and the best
 update of each counts. Next to it is the median over cycles of the mean of CYCLE consecutive
@@ -8,6 +9,8 @@ updates, including folds and turns. Peers, whose updates are all alike, run fewe
 memory limit is `add_` of one flat tensor onto another of the same size, in the same run. Memory is
 the resident memory of the process on Linux. The numbers go to results/parameters.csv, and as tables
 to results/parameters.md.
+
+`--swaps` compares only the swaps of ResNet-50 in and out, with torch-ema, and writes no files.
 
 timm is loaded from one file, `pip install --no-deps timm`: the full package needs torchvision.
 """
@@ -33,7 +36,6 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from diffusers.training_utils import EMAModel
 from ema_pytorch import EMA
 from networks import SETS, Shapes, elements, processor
 from torch import nn
@@ -171,6 +173,8 @@ def timm_v3(**options: Any) -> Callable[[nn.Module], tuple[Call, None]]:
 
 def diffusers(foreach: bool) -> Callable[[nn.Module], tuple[Call, Call]]:
     def make(model: nn.Module) -> tuple[Call, Call]:
+        from diffusers.training_utils import EMAModel
+
         average = EMAModel(model.parameters(), decay=DECAY, min_decay=DECAY, foreach=foreach)
         average.to(dtype=torch.float32)
         average.step(model.parameters())  # the first two steps copy
@@ -377,6 +381,26 @@ def swaps(run: Run, group: str, model: nn.Module, found: dict[str, Call]) -> Non
         )
 
 
+def only_swaps(rounds: int) -> None:
+    """Print the times of swaps, all three accumulators in use, beside those of torch-ema."""
+    model = module(SETS["ResNet-50"])
+    methods = [Method("torch-ema", torch_ema), ours("tailavg, k = 12", AnytimeWindow(12))]
+    methods += [ours("tailavg, exponential, c = 0.25", Exponential(0.25))]
+    calls = {name: make(model) for name, make in methods}
+    for update, _ in calls.values():
+        for _ in range(22):
+            update()
+    timed = [Timed(name, swap, 1) for name, (_, swap) in calls.items() if swap]
+    took = interleave(timed, rounds, rounds)
+    peer = took["torch-ema"]
+    for name, (best, middle, each) in took.items():
+        ratio = median(map(truediv, each, peer.rounds))
+        print(
+            f"{name:32} best {best:6.2f} ms, ratio {best / peer.best:.2f}; median {middle:6.2f} ms,"
+            f" ratio {middle / peer.median:.2f}; median of the ratios in a round {ratio:.2f}"
+        )
+
+
 # Memory of the process.
 
 
@@ -470,7 +494,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=20, help="of each group (%(default)s)")
     parser.add_argument("--warmup", type=int, default=200, help="updates before (%(default)s)")
+    parser.add_argument("--swaps", action="store_true", help="compare only swaps, with torch-ema")
     options = parser.parse_args()
+    if options.swaps:
+        only_swaps(options.rounds)
+        return
     run = Run(options.rounds, options.warmup, [])
     load = f"load {os.getloadavg()[0]:.1f} before"
     begin = perf_counter_ns()

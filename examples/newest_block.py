@@ -10,21 +10,17 @@ have the variance of k samples at every step.
 import numpy as np
 
 from tailavg import AnytimeWindow, TailAverage
-from tailavg.core.equation import join
+from tailavg.core.equation import read
 
 K, STEPS = 600, 6000
 
 
 def newest_block_weights(sizes: list[int], k: int) -> np.ndarray:
     """The weight of each sample, oldest first: the newest block against all older ones pooled."""
-    *older, newest = sizes
-    old = sum(older)
-    if old + newest <= k:
-        return np.full(old + newest, 1 / (old + newest))
-    if newest >= k:
-        return np.concatenate([np.zeros(old), np.full(newest, 1 / newest)])
-    g = join(old, newest, k)
-    return np.concatenate([np.full(old, g / old), np.full(newest, (1 - g) / newest)])
+    sizes = [sum(sizes[:-1]), sizes[-1]]
+    return np.concatenate(
+        [np.full(n, weight / n) for n, weight in zip(sizes, read(sizes, k), strict=True) if n]
+    )
 
 
 def main() -> None:

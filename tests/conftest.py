@@ -1,12 +1,17 @@
 """Settings of every test run: see CONTRIBUTING.md, "Tests"."""
 
+import ctypes
+import gc
 import os
 import signal
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from tests.support.effort import EVERYTHING
+from tests.support.model import weight_matrix
 
 pytest_plugins = ["tests.support.durations"]
 
@@ -19,6 +24,23 @@ os.environ.setdefault("KERAS_BACKEND", "torch")  # tests/keras/test_jax.py has t
 
 # These have one Spark, one browser, one fresh process with Keras.
 TOGETHER = ("tests/spark", "tests/site", "tests/keras")
+
+MEMORY = 1.2e9  # bytes; a process that has imported every framework takes 1 GB
+
+
+@pytest.fixture(scope="module", autouse=True)
+def release_memory():
+    """Give memory back after a file: the compiled programs of JAX, and what glibc keeps."""
+    yield
+    statm = Path("/proc/self/statm")
+    if statm.exists() and int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") > MEMORY:
+        if "jax" in sys.modules:
+            sys.modules["jax"].clear_caches()
+        weight_matrix.cache_clear()
+        gc.collect()
+        if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+            libc.malloc_trim(0)
+
 
 settings.register_profile(
     "tailavg",

@@ -154,7 +154,7 @@ def test_flax(when):
     validated = []
     model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
     program(
-        "flax", when, model=model, tx=optax.sgd(0.1), validate=validated.append,
+        "flax", when, model=model, tx=optax.sgd(0.01), validate=validated.append,
         grads=nnx.grad(lambda model, batch: (model(batch) ** 2).mean()),
         loader=[jnp.ones((1, 2))] * 20,
     )  # fmt: skip

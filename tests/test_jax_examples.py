@@ -17,7 +17,6 @@ from flax import nnx
 
 from tailavg import AnytimeWindow
 from tests.support import model
-from tests.support.jax_trees import release_programs  # noqa: F401
 from tests.support.paths import EXAMPLES
 
 RECIPES = ("jax_plain", "jax_nnx", "jax_equinox")

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from torch import nn
 
 from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, Growing, RawTail, TailAverage
-from tailavg.core.state import state as layout
+from tailavg.io.state import state as layout
 from tailavg.jax import tail_average
 from tailavg.torch import ParameterAverage
 from tests.support.cases import CAPPED, RULES, of_rules, samples, turns_of

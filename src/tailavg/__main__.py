@@ -2,14 +2,14 @@
 
 import sys
 
-from tailavg.core import signals
+from tailavg.cli import signals
 
 
 def main() -> None:
     """Run the command line. Signals are handled before anything is imported that takes time."""
     signals.begin()
     try:
-        from tailavg.cli import run
+        from tailavg.cli.main import run
     except ImportError as error:
         notes = "\n".join(getattr(error, "__notes__", []))
         sys.exit(f"tailavg: {error}\n{notes}".rstrip())

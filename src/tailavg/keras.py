@@ -24,13 +24,13 @@ import numpy as np
 import numpy.typing as npt
 
 from tailavg.core import profile as profiles
-from tailavg.core import state as layout
 from tailavg.core.clock import SUM, Store, clock_for
 from tailavg.core.decay import Reading
-from tailavg.core.extras import needs
-from tailavg.core.files import whole_folder
 from tailavg.core.rules import AnytimeWindow, ExactWindow, Rule, as_rule, size_of, window_of
 from tailavg.core.windows import AnyWindow, Reals
+from tailavg.extras import needs
+from tailavg.io import state as layout
+from tailavg.io.files import whole_folder
 
 with needs("keras"):
     import keras
@@ -377,7 +377,7 @@ class _Accumulators(Store):
             )
 
     def state(self) -> dict[str, Any]:
-        """The state in the layout of `tailavg.core.state`."""
+        """The state in the layout of `tailavg.io.state`."""
         self._require_whole()
         partial = {str(i): _in_main_memory(summed) for i, summed in enumerate(self._sums)}
         nothing = {name: np.zeros_like(summed) for name, summed in partial.items()}

@@ -9,9 +9,9 @@ from inspect import signature
 from typing import Any
 
 from tailavg.core.decay import Reading
-from tailavg.core.extras import needs
 from tailavg.core.rules import AnyTail, Rule, as_rule, window_of
 from tailavg.core.windows import AnyWindow
+from tailavg.extras import needs
 
 with needs("lightning"):
     from lightning.fabric.plugins import CheckpointIO

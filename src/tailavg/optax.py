@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar, overload
 
-from tailavg.core.extras import needs
+from tailavg.extras import needs
 
 with needs("optax"):
     import jax
@@ -52,7 +52,7 @@ def tail_average(
     bundle: int = BUNDLE,
     offload: Literal["host"] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """A transformation that leaves updates alone and averages the updated parameters.
+    """Make a transformation that leaves updates alone and averages the updated parameters.
 
     It must come last in its chain, since it cannot see what later transformations change.
     `with_tail_average` puts it last, and `averaged_params` raises if it is elsewhere.
@@ -96,7 +96,7 @@ def with_tail_average(
     bundle: int = BUNDLE,
     offload: Literal["host"] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer that also averages the parameters it produces, for `averaged_params`.
+    """Make an optimizer average the parameters that it produces, for `averaged_params`.
 
     Args:
         tx: The complete optimizer, including learning rate and weight decay.
@@ -128,13 +128,12 @@ def averaged_params(
             state of an `nnx.Optimizer` is accepted too.
         params: The parameters. They give the dtypes of the result, and the values where there is no
             tail, as under `optax.masked`. Without them, dtypes are those of the accumulators.
-        window: What to read an `AnyTail` with: see `tailavg.jax.value`. Of several tails, each is
-            read with it.
+        window: What to read an `AnyTail` with: see `tailavg.jax.value`. It applies to all tails.
 
     Raises:
         ValueError: If the state has no tail, a misplaced one, or two of the same parameter.
     """
-    states, params = _found(opt_state, params)
+    states, params = _tails_and_params(opt_state, params)
     return _assembled(states, [weights_of(state, window) for state in states], params)
 
 
@@ -145,16 +144,17 @@ def evaluate_tails(
     *args: Any,
     params: Any = None,
 ) -> Any:
-    """What a function makes of the parameters averaged over each window, in one program.
+    """Call a function with the parameters averaged over each window, in one program.
 
-    No more than one average is held at a time.
+    Only one average is in memory at a time.
 
     Args:
-        function: It is called with averaged parameters and `args`, and returns arrays. It is traced
-            once for a number of windows, and again if it is another function.
+        function: Called with averaged parameters and `args`; returns arrays. It is traced once for
+            each number of windows.
         opt_state: The state of an optimizer with an `AnyTail`, as for `averaged_params`.
-        windows: What to read it with: see `tailavg.jax.value`. An array has one for each entry.
-        *args: More for the function, such as the data for a validation.
+        windows: The windows to read it with: see `tailavg.jax.value`. An array has one in each
+            entry.
+        *args: Further arguments of the function, such as validation data.
         params: As for `averaged_params`.
 
     Returns:
@@ -173,7 +173,7 @@ def evaluate_tails(
         >>> evaluate_tails(distance, state, [0.25, 0.5, 1.0], 1500.0).round()
         Array([256.,   4., 499.], dtype=float32)
     """
-    states, params = _found(opt_state, params)
+    states, params = _tails_and_params(opt_state, params)
     weights = [each_weights(state, windows) for state in states]
     return _evaluated(function, states, weights, params, args)
 
@@ -189,12 +189,12 @@ def _evaluated(
     return lax.map(lambda rows: function(_assembled(states, rows, params), *args), weights)
 
 
-def _found(opt_state: Any, params: Any) -> tuple[list[TreeState], Any]:
-    """The states of all tails, at least one, and the parameters."""
+def _tails_and_params(opt_state: Any, params: Any) -> tuple[list[TreeState], Any]:
+    """Return the states of all tails, and the parameters. Raise if there is no tail."""
     if nnx := sys.modules.get("flax.nnx"):  # its optimizers keep arrays in variables
         as_pure = getattr(nnx, "as_pure", None) or nnx.pure  # its name before flax 0.12.7
         opt_state, params = as_pure((opt_state, params))
-    states = _tails(opt_state)
+    states = _find_tails(opt_state)
     if not states:
         raise ValueError(
             "opt_state: expected a state of tail_average in it, got none; "
@@ -206,9 +206,9 @@ def _found(opt_state: Any, params: Any) -> tuple[list[TreeState], Any]:
 
 
 def _check_flat(states: list[TreeState], params: Any) -> None:
-    """Notice `optax.flatten`, which leaves no trace in a state but the shape of the average."""
-    lengths = [state.sums.size for state in states if _vector(state.sums)]
-    if not lengths or _vector(params):
+    """Raise inside `optax.flatten`, which is known only by the shape of the average."""
+    lengths = [state.sums.size for state in states if _is_vector(state.sums)]
+    if not lengths or _is_vector(params):
         return
     numbers = sum(map(jnp.size, jax.tree.leaves(params)))
     if sum(lengths) == numbers:
@@ -219,19 +219,19 @@ def _check_flat(states: list[TreeState], params: Any) -> None:
         )
 
 
-def _vector(tree: Any) -> bool:
+def _is_vector(tree: Any) -> bool:
     return jax.tree_util.all_leaves([tree]) and jnp.ndim(tree) == 1
 
 
 def _assembled(states: list[TreeState], weights: list[Weights], params: Any) -> Any:
-    """The averages with these weights, one of each state, in one tree."""
+    """Return the averages of all states, with these weights, in one tree."""
     averaged: Any = optax.MaskedNode()
-    for state, of_state in zip(states, weights, strict=True):
-        averaged = _merged(averaged, averages(state, None, of_state))
+    for state, state_weights in zip(states, weights, strict=True):
+        averaged = _merged(averaged, averages(state, None, state_weights))
     if params is not None:
         averaged = _merged(averaged, params, "params")
-        return jax.tree.map(_like, averaged, params)
-    if any(map(_masked, jax.tree.leaves(averaged, is_leaf=_masked))):
+        return jax.tree.map(_cast, averaged, params)
+    if any(map(_is_masked, jax.tree.leaves(averaged, is_leaf=_is_masked))):
         raise ValueError(
             "params: expected the parameters, since only a part of them has a tail, got none; "
             "pass them as params"
@@ -239,46 +239,46 @@ def _assembled(states: list[TreeState], weights: list[Weights], params: Any) -> 
     return averaged
 
 
-def _tails(node: Any) -> list[TreeState]:
-    """The states of the tails in a state; each tail must come last in its chain."""
+def _find_tails(node: Any) -> list[TreeState]:
+    """Return the states of all tails in a state. Raise if a tail is not last in its chain."""
     if isinstance(node, TreeState):
         return [node]
     if jax.tree_util.all_leaves([node]):
         return []
     children, _ = _children(node)
-    found = [_tails(child) for child in children]
+    tails_of = [_find_tails(child) for child in children]
     if type(node) in (tuple, OrderedDict):  # the state of a chain
-        for place, tails in enumerate(found):
-            if tails and not all(map(_observes, children[place + 1 :])):
+        for place, tails in enumerate(tails_of):
+            if tails and not all(map(_only_observes, children[place + 1 :])):
                 raise ValueError(
                     f"opt_state: expected tail_average last in its chain, got it in place "
-                    f"{place + 1} of {len(found)}: what comes after it changes the updates, or has "
-                    "the state of what does, as optax.identity has; so it would average parameters "
-                    "that never existed; use with_tail_average(tx, rule)"
+                    f"{place + 1} of {len(children)}: what comes after it changes the updates, or "
+                    "has the state of what does, as optax.identity has; so it would average "
+                    "parameters that never existed; use with_tail_average(tx, rule)"
                 )
-    if type(node).__name__ in _CHANGERS and any(found):
+    if type(node).__name__ in _CHANGERS and any(tails_of):
         raise ValueError(
             f"opt_state: expected tail_average around what has a {type(node).__name__}, got it "
             "inside, where it averages parameters that never existed; use "
             "with_tail_average(tx, rule) with all of it as tx"
         )
-    return [state for tails in found for state in tails]
+    return [state for tails in tails_of for state in tails]
 
 
-def _observes(node: Any) -> bool:
-    """Whether this state is of nothing but tails and others that leave updates alone."""
+def _only_observes(node: Any) -> bool:
+    """Return whether this is a state of tails and transformations that leave updates alone."""
     if isinstance(node, (TreeState, *_OBSERVERS)):
         return True
     children, _ = _children(node)
     wrapped = type(node) in (tuple, dict, OrderedDict) or isinstance(node, _WRAPPERS)
-    return wrapped and bool(children) and all(map(_observes, children))
+    return wrapped and bool(children) and all(map(_only_observes, children))
 
 
 def _merged(a: Any, b: Any, what: Literal["opt_state", "params"] = "opt_state") -> Any:
     """Merge two trees with masked parts. Parameters only fill the gaps."""
-    if _masked(b):
+    if _is_masked(b):
         return a
-    if _masked(a):  # copied, since parameters may be donated
+    if _is_masked(a):  # copied, since parameters may be donated
         return b if what == "opt_state" else jax.tree.map(jnp.copy, b)
     (children, structure), (others, other) = _children(a), _children(b)
     if structure != other:
@@ -296,15 +296,15 @@ def _merged(a: Any, b: Any, what: Literal["opt_state", "params"] = "opt_state") 
     return a
 
 
-def _like(average: Any, leaf: Any) -> Any:
+def _cast(average: Any, leaf: Any) -> Any:
     dtype = jnp.result_type(leaf)
     return average if average.dtype == dtype else average.astype(dtype)
 
 
 def _children(node: Any) -> tuple[list[Any], Any]:
-    """The direct children of a node of a pytree, and the structure to rebuild it."""
+    """Return the direct children of a node of a pytree, and the structure to rebuild it."""
     return jax.tree.flatten(node, is_leaf=lambda child: child is not node)
 
 
-def _masked(node: Any) -> bool:
+def _is_masked(node: Any) -> bool:
     return isinstance(node, optax.MaskedNode)

@@ -11,7 +11,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from tailavg.core.extras import needs
+from tailavg.extras import needs
 
 with needs("pandas"):
     import pandas as pd
@@ -121,7 +121,7 @@ def tail_mean(
     names = [column.name for column in columns]
     parts = _parts(columns, names, groups, one, state is not None)
     found = averages.scan_parts(parts, keep=state is not None)
-    results = [_like(column, values) for column, values in zip(columns, found, strict=True)]
+    results = [_like(column, values[0]) for column, values in zip(columns, found, strict=True)]
     if one:
         return pd.Series(results[0], index=data.index, name=data.name, copy=False)
     frame = pd.DataFrame(dict(enumerate(results)), index=data.index, copy=False)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from tailavg.core.extras import needs
+from tailavg.extras import needs
 
 with needs("polars"):
     import polars as pl
@@ -131,7 +131,7 @@ def _scan(
     first = slice(None) if by.width else slice(1)
     omits = averages.nan_policy == "omit"
     return [
-        _like(column, values, omits and has_nan(values[first]))
+        _like(column, values[0], omits and has_nan(values[0][first]))
         for column, values in zip(columns, found, strict=True)
     ]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tailavg.core.extras import needs
+from tailavg.extras import needs
 
 with needs("river"):
     from river import optim, stats

@@ -1,26 +1,27 @@
 """Tail averages in Hugging Face's `Trainer`.
 
-No event of a Trainer comes before it evaluates or saves, so a callback cannot swap weights in time.
-Four methods are overridden instead: the one that prepares training, and those that evaluate, save
-and load the best model. The mixin has them; the callback gives them to a Trainer that exists.
+Trainer has no hook that runs before evaluation or saving, so a callback alone cannot swap weights.
+`TailAverageMixin` overrides four methods instead: those that prepare training, evaluate, save, and
+load the best model. `TailAverageCallback.attach` gives the mixin to an existing Trainer.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 from torch.utils.hooks import RemovableHandle
 
 from tailavg.core.decay import Reading
-from tailavg.core.extras import needs
 from tailavg.core.rules import Rule, as_rule, window_of
 from tailavg.core.windows import AnyWindow
+from tailavg.extras import needs
+from tailavg.io.files import saved_folder
 from tailavg.torch import ParameterAverage
 
 with needs("transformers"):
@@ -31,7 +32,7 @@ with needs("transformers"):
 __all__ = ["FOLDER", "TailAverageCallback", "TailAverageMixin", "TailAverageTrainer"]
 
 FOLDER = "tail_average"
-"""Where the average is in a checkpoint."""
+"""The folder of a checkpoint that holds the state of the average."""
 
 TailAverageOption = AnyWindow | Rule | Mapping[str, Any]
 
@@ -40,7 +41,7 @@ _REFUSED = {
     "is_deepspeed_enabled": "DeepSpeed",
     "is_fsdp_enabled": "FSDP",
     "is_fsdp_xla_enabled": "FSDP",
-    "is_distributed_loading_by_transformers": "a model that is sharded when it is loaded",
+    "is_distributed_loading_by_transformers": "loading a model in shards",
 }
 
 logger = logging.getLogger(__name__)
@@ -48,9 +49,9 @@ logger = logging.getLogger(__name__)
 for _name in _OVERRIDDEN:
     if not hasattr(Trainer, _name):
         raise ImportError(
-            f"tailavg.transformers: expected a Trainer with the method {_name}, which transformers "
-            f"5.22 has, got transformers {transformers.__version__}; install another version, or "
-            "use tailavg.torch.ParameterAverage"
+            f"tailavg.transformers: Trainer has no method {_name} in transformers "
+            f"{transformers.__version__}; install transformers 5.22, or use "
+            "tailavg.torch.ParameterAverage"
         )
 
 
@@ -58,6 +59,7 @@ class _Options(NamedTuple):
     rule: Rule
     window: Reading | None
     others: dict[str, Any]
+    """Further arguments of `ParameterAverage`."""
 
     @classmethod
     def of(cls, tail_average: TailAverageOption) -> _Options:
@@ -71,32 +73,32 @@ class _Options(NamedTuple):
                 'tail_average: expected a number, a rule, or a dict with a "rule" and any of '
                 f"{known[1:]}, got {tail_average!r}"
             )
-        found = cls(as_rule(others.pop("rule")), others.pop("window", None), others)
-        window_of(found.rule, found.window, 1)
-        return found
+        options = cls(as_rule(others.pop("rule")), others.pop("window", None), others)
+        window_of(options.rule, options.window, 1)
+        return options
 
     def check(self, steps: int) -> None:
-        """Raise now what a read after so many steps would raise: an `AnyTail` has a shortest."""
+        """Raise now if the window will be too short for an `AnyTail` after `steps` steps."""
         counted = (steps - self.others.get("start_after", 0)) // self.others.get("update_every", 1)
         window_of(self.rule, self.window, max(1, counted))
 
 
 class TailAverageMixin(Trainer):
-    """A tail average for any kind of Trainer: `class MyTrainer(TailAverageMixin, SFTTrainer)`.
+    """Add a tail average to any kind of Trainer: `class MyTrainer(TailAverageMixin, SFTTrainer)`.
 
-    Training goes on as ever. Evaluations, predictions, `save_model()` and the best model have the
-    averaged weights. A checkpoint has the training weights where they always are, and the state of
-    the average in its folder `tail_average`, from which `resume_from_checkpoint` goes on.
+    Training does not change. Evaluations, predictions, `save_model()` and the best model use the
+    averaged weights. A checkpoint holds the training weights as usual, and the state of the average
+    in its folder `tail_average`; `resume_from_checkpoint` restores both.
 
     Args:
-        *args: Those of the Trainer.
+        *args: Arguments of the Trainer.
         tail_average: A number, a window or a rule; or a dict with a `"rule"`, the `"window"` with
             which an `AnyTail` is read, and other options of `ParameterAverage`.
-        **kwargs: Those of the Trainer.
+        **kwargs: Arguments of the Trainer.
     """
 
     tail_average: ParameterAverage | None = None
-    """The average; None before training. Each `train()` makes a new one."""
+    """The average; None before training. Each `train()` starts a new one."""
 
     _tail_options: _Options
     _tail_handle: RemovableHandle | None = None
@@ -115,28 +117,28 @@ class TailAverageMixin(Trainer):
         return prepared
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """Evaluate or predict with the averaged weights, or before the first update as they are."""
+        """Evaluate or predict with the averaged weights, once there are any."""
         with self._averaged():
             return super().evaluation_loop(*args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the averaged model. A checkpoint gets the training weights, and the average."""
-        # the Trainer's own calls are of checkpoints, but for that of push_to_hub, without a folder
+        """Save the averaged model; to a checkpoint, the training weights and the average."""
+        # internal calls write checkpoints, except the one of push_to_hub, which names no folder
         if not (_internal_call and output_dir is not None):
             with self._averaged():
                 super().save_model(output_dir, _internal_call)
             return
         if self.tail_average is not None and self.args.should_save:
             Path(output_dir).mkdir(parents=True, exist_ok=True)
-            self.tail_average.save(Path(output_dir, FOLDER))  # first: no checkpoint is without it
+            self.tail_average.save(Path(output_dir, FOLDER))  # first: no checkpoint lacks it
         super().save_model(output_dir, _internal_call)
 
     def _load_best_model(self) -> None:
         super()._load_best_model()
         average = self.tail_average
         folder = Path(str(self.state.best_model_checkpoint), FOLDER)
-        if average is None or not folder.is_dir():
-            logger.warning("%s: no average there, so the best model is not averaged", folder)
+        if average is None or not saved_folder(folder).is_dir():
+            logger.warning("%s not found: the best model is not averaged", folder)
             self._stop_averaging()
             return
         average.load(folder)
@@ -161,28 +163,28 @@ class TailAverageMixin(Trainer):
         for flag, name in _REFUSED.items():
             if getattr(self, flag, False):
                 raise ValueError(
-                    f"tail_average: expected whole parameters in each process, got {name}; "
-                    "average with tailavg.torch.ParameterAverage in a loop of your own"
+                    f"tail_average: {name} is not supported, since it splits parameters between "
+                    "processes; use tailavg.torch.ParameterAverage in your own training loop"
                 )
         options = self._tail_options
         model: Any = self.model
         optimizer: Any = self.optimizer
         options.check(self.state.max_steps)
-        inner = optimizer
-        while hasattr(inner, "optimizer"):  # accelerate's wrapper, which has an eval() of its own
-            inner = inner.optimizer
-        if callable(getattr(inner, "eval", None)):
+        unwrapped = optimizer
+        while hasattr(unwrapped, "optimizer"):  # accelerate's wrapper has an eval() of its own
+            unwrapped = unwrapped.optimizer
+        if callable(getattr(unwrapped, "eval", None)):
             raise ValueError(
-                "tail_average: expected an optimizer that leaves the weights alone in evaluations, "
-                f"got {type(inner).__name__}, whose eval() changes them; it averages by itself"
+                f"tail_average: {type(unwrapped).__name__} already averages: its eval() changes "
+                "the weights; use another optimizer, or leave out tail_average"
             )
         average = ParameterAverage(model, options.rule, **options.others)
         if checkpoint is not None:
             folder = Path(checkpoint, FOLDER)
-            if folder.is_dir():
+            if saved_folder(folder).is_dir():
                 average.load(folder)
             else:
-                logger.warning("%s: no average there, so averaging starts here", folder)
+                logger.warning("%s not found: averaging starts here", folder)
         self._tail_handle = average.attach(optimizer)
         self.tail_average = average
 
@@ -190,15 +192,15 @@ class TailAverageMixin(Trainer):
 class TailAverageTrainer(TailAverageMixin):
     """A `Trainer` that evaluates, selects and exports the tail average of its weights.
 
-    See `TailAverageMixin`, which is the same for other kinds of Trainer.
+    See `TailAverageMixin`, which does the same for other kinds of Trainer.
     """
 
 
 class TailAverageCallback(TrainerCallback):
-    """`TailAverageMixin` for a Trainer whose class you cannot choose.
+    """Add `TailAverageMixin` to a Trainer whose class you cannot choose.
 
-    Pass it in `callbacks=[…]`, or call `attach(trainer)`, or `trainer.add_callback`. The Trainer is
-    then as if its class had the mixin, with a `trainer.tail_average`.
+    Call `attach(trainer)` before `trainer.train()`. Passing the callback in `callbacks=[…]` is not
+    enough: Trainer does not tell its callbacks which Trainer they belong to.
 
     Args:
         tail_average: As in `TailAverageMixin`.
@@ -206,57 +208,38 @@ class TailAverageCallback(TrainerCallback):
 
     def __init__(self, tail_average: TailAverageOption) -> None:
         self._options = _Options.of(tail_average)
-        self._attached = False
+        self._attached: WeakSet[Any] = WeakSet()
 
     def attach(self, trainer: Trainer) -> None:
-        """Let this Trainer average; before it trains."""
+        """Make this Trainer average its weights, from its next `train()` on.
+
+        The class of the Trainer becomes a subclass of it, with `TailAverageMixin` and the same
+        name, so the Trainer has a `trainer.tail_average`.
+        """
         if isinstance(trainer, TailAverageMixin):
-            raise ValueError("attach: expected a Trainer without an average, got one that has one")
-        own = [name for name in _OVERRIDDEN if name in vars(trainer)]
-        if own:
+            raise ValueError("attach: this Trainer already averages its weights")
+        replaced = [name for name in _OVERRIDDEN if name in vars(trainer)]
+        if replaced:
             raise ValueError(
-                f"attach: expected a Trainer whose methods are those of its class, got one with "
-                f"its own {', '.join(own)}; remove them, or use TailAverageMixin"
+                f"attach: {', '.join(replaced)} was replaced on this instance of Trainer and would "
+                "bypass the average; restore it, or use TailAverageMixin"
             )
         kind = type(trainer)
         names = {"__module__": kind.__module__, "__doc__": kind.__doc__}
         trainer.__class__ = type(kind.__name__, (TailAverageMixin, kind), names)
         trainer._tail_options = self._options  # type: ignore[attr-defined]
-        self._attached = True
+        self._attached.add(trainer)
+        if self not in trainer.callback_handler.callbacks:
+            trainer.add_callback(self)  # notices if training is already under way
 
-    def on_init_end(self, *_: Any, **__: Any) -> None:
-        """Attach to the Trainer that has this among its `callbacks`."""
-        self.attach(self._caller()[0])
-
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Attach to the Trainer to which this was added later."""
-        trainer, names = self._caller()
-        if isinstance(trainer, TailAverageMixin) and trainer._tail_options is self._options:
-            return
-        self.attach(trainer)
-        if "resume_from_checkpoint" not in names:
-            raise RuntimeError(
-                "TailAverageCallback: expected a Trainer whose training loop knows whether it "
-                "resumes, got one that does not; call attach(trainer) before training"
-            )
-        trainer._start_averaging(names["resume_from_checkpoint"])
-
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """Refuse to begin in the middle."""
-        if not self._attached:
-            raise RuntimeError(
-                "TailAverageCallback: expected to be added before training, got a Trainer that "
-                "trains; pass it in callbacks=[…] or call attach(trainer)"
-            )
-
-    def _caller(self) -> tuple[Any, Mapping[str, Any]]:
-        """The Trainer whose event this is, which events are not told, and its local names."""
-        frame = sys._getframe(1)
-        while frame is not None:
-            found = frame.f_locals.get("self")
-            if isinstance(found, Trainer) and self in found.callback_handler.callbacks:
-                return found, frame.f_locals
-            frame = frame.f_back  # type: ignore[assignment]
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Raise if the Trainer of this event does not average."""
+        for trainer in self._attached:
+            if trainer.state is state and trainer.tail_average is not None:
+                return
         raise RuntimeError(
-            "TailAverageCallback: expected a Trainer that calls it, got none; call attach(trainer)"
+            "TailAverageCallback: not attached to this Trainer when its training started; call "
+            "attach(trainer) before trainer.train()"
         )
+
+    on_step_begin = on_train_begin  # it may be added or attached later

@@ -173,11 +173,11 @@ def test_large_chunks_are_cut(tmp_path):
         return {"x": torch.arange(6_000_000.0).view(1, 3000, 2000) * step, "y": torch.ones(5)}
 
     paths = save(tmp_path, [1, 2], make)
-    from tailavg.checkpoints import Plan
+    from tailavg.checkpoints import Merge
 
-    plan = Plan(paths, {tmp_path / "averaged": ExactWindow(2)})
-    assert any(len(tensor.cuts) > 2 for tensor in plan.newest.tensors.values())
-    plan.run()
+    merge = Merge(paths, {tmp_path / "averaged": ExactWindow(2)})
+    assert any(len(tensor.cuts) > 2 for tensor in merge.newest.tensors.values())
+    merge.run()
     got = {"x": torch.zeros(1, 3000, 2000)}
     dcp.load(got, checkpoint_id=tmp_path / "averaged", no_dist=True)
     assert torch.equal(got["x"], torch.arange(6_000_000.0).view(1, 3000, 2000) * 1.5)
@@ -215,7 +215,7 @@ def test_folders_that_are_refused(tmp_path):
         assert f"odd: differs from the newest, {paths[1]}" in error
         assert said in error
     (odd / ".metadata").write_bytes(b"damaged")
-    assert "odd/.metadata: expected the metadata of" in refused(tmp_path, [odd, paths[1]])
+    assert "odd/.metadata: not the metadata of" in refused(tmp_path, [odd, paths[1]])
     file = paths[0] / "__0_0.distcp"
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 2])

@@ -126,7 +126,7 @@ def test_several_windows_of_folders(tmp_path):
     (tmp_path / "again-1.0").mkdir()
     (tmp_path / "again-1.0" / "mine").touch()
     said = failed(tmp_path, *paths, "--windows", "2,1.0", "-o", tmp_path / "again-{window}")
-    assert "again-1.0: expected a new name" in said
+    assert "again-1.0: exists and holds other files" in said
 
 
 def test_a_model_in_bfloat16(tmp_path):
@@ -247,6 +247,10 @@ def add_a_model(path):
     save_file({"a": torch.ones(4)}, path / "model.safetensors")
 
 
+def add_an_adapter(path):
+    save_file({"lora_A": torch.ones(4)}, path / "adapter_model.safetensors")
+
+
 def quantize(path):
     (path / "config.json").write_text('{"quantization_config": {"bits": 4}}')
 
@@ -262,16 +266,20 @@ def shard_with_fsdp(path):
     ("damage", "said"),
     [
         (lose_a_shard, "no file 'model-00001-of-00002.safetensors' beside it, where 'a' should be"),
-        (lose_the_index, "expected an index beside a shard"),
-        (lambda path: write_index(path, "{"), "expected an index, with a weight_map"),
-        (lambda path: write_index(path, '{"weight_map": 3}'), "expected an index, with"),
+        (lose_the_index, "a shard without its index"),
+        (lambda path: (lose_the_index(path), add_an_adapter(path)), "a shard without its index"),
+        (lambda path: write_index(path, "{"), "not an index with a weight_map"),
+        (lambda path: write_index(path, '{"weight_map": 3}'), "not an index with"),
         (lambda path: write_index(path, '{"weight_map": {"a": "../b"}}'), "no file '../b'"),
-        (exchange_shards, "tensor 'a': expected what its index says"),
-        (add_a_model, "expected model.safetensors, or an index and its shards, got both"),
-        (quantize, "expected a model that is not quantized"),
+        (exchange_shards, "tensor 'a' is not here, but in the index"),
+        (add_a_model, "model.safetensors and an index with shards; remove the older"),
+        (quantize, "the model is quantized"),
         (shard_with_fsdp, "average its folder pytorch_model_fsdp_0 instead"),
-        (lambda path: (path / "own.bin").touch(), "expected all weights in .safetensors files"),
-        (lambda path: [file.unlink() for file in path.iterdir()], "expected model.safetensors, or"),
+        (lambda path: (path / "own.bin").touch(), "the other weights here are .safetensors files"),
+        (
+            lambda path: [file.unlink() for file in path.iterdir()],
+            "no model.safetensors, no shards",
+        ),
     ],
 )
 def test_folders_that_are_refused(tmp_path, damage, said):
@@ -288,7 +296,7 @@ def test_folders_that_differ(tmp_path):
     for step, tensors, said in (
         (0, {"c": torch.ones(1)}, "tensor 'c' is not in the newest"),
         (1, {"a": torch.ones(5)}, "tensor 'a': expected shape (4,), got (5,)"),
-        (2, {"a": torch.ones(4).half()}, "tensor 'a': expected dtype F32, got F16"),
+        (2, {"a": torch.ones(4).half()}, "tensor 'a': expected dtype float32, got float16"),
     ):
         path = plain(tmp_path, step, **tensors)
         error = failed(tmp_path, path, newest, "--window", "2", "-o", tmp_path / "averaged")
@@ -301,15 +309,18 @@ def test_wrong_command_lines(tmp_path):
     save_file({"a": torch.ones(4)}, tmp_path / "checkpoint-3")
     every = ["--window", "2", "-o"]
     for arguments, said in (
-        ([*paths, tmp_path / "checkpoint-3", *every, tmp_path / "x"], "files only, or folders"),
-        ([*paths, *every, paths[0]], "expected a folder that is not one of the checkpoints"),
-        ([*paths, *every, paths[0] / "averaged"], "nor in one"),
-        ([*paths, *every, tmp_path / "no" / "averaged"], "expected an existing folder"),
+        (
+            [*paths, tmp_path / "checkpoint-3", *every, tmp_path / "x"],
+            "files or folders, not both",
+        ),
+        ([*paths, *every, paths[0]], "is one of the checkpoints, or inside one"),
+        ([*paths, *every, paths[0] / "averaged"], "or inside one"),
+        ([*paths, *every, tmp_path / "no" / "averaged"], "no does not exist"),
     ):
         assert said in failed(tmp_path, *arguments, code=2)
     (tmp_path / "averaged").mkdir()
     done(*paths, *every, tmp_path / "averaged")  # it was empty
-    assert "averaged: expected a new name" in failed(
+    assert "averaged: exists and holds other files" in failed(
         tmp_path, *paths, *every, tmp_path / "averaged"
     )
 

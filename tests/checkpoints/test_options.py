@@ -116,8 +116,8 @@ def test_weights_of_a_file(tmp_path):
     [
         ("[0.5, 0.5]", "expected 5 weights, one per checkpoint, oldest first, got 2"),
         ("[0.2, 0.2, 0.2, 0.2, 0.1]", "sum to 1, got a sum of 0.9; divide each by it"),
-        ('[1, 0, 0, 0, "0"]', "expected numbers, got '0'"),
-        ("[1, 0, 0, 0, true]", "expected numbers, got True"),
+        ('[1, 0, 0, 0, "0"]', "expected finite numbers, got '0'"),
+        ("[1, 0, 0, 0, true]", "expected finite numbers, got True"),
         ("[1, 0, 0, 0, NaN]", "expected finite numbers, got nan"),
         ('{"a": 1}', "expected a list of numbers, got dict"),
         ("nothing", "expected a list of numbers in JSON"),
@@ -139,14 +139,23 @@ def test_options_that_exclude_each_other(tmp_path):
     weights = ["--weights", tmp_path / "w.json"]
     window = ["--window", "2"]
     for options, said in (
-        ([*weights, *window], "expected no --window with it"),
-        ([*weights, "--windows", "2"], "expected no --windows with it"),
-        ([*weights, "--decay", "cosine"], "expected no --decay with it"),
-        ([*weights, "--method", "exact"], "expected no --method with it"),
-        ([*weights, "--by-step"], "expected no --by-step with it"),
-        ([*window, "--by-step", "--method", "anytime"], "expected no --method anytime with it"),
-        ([*window, "--by-step", "--method", "exponential"], "no --method exponential with it"),
-        ([*window, "--decay", "cosine", "--method", "anytime"], "--decay weighs"),
+        ([*weights, *window], "--weights replaces --window: leave one"),
+        ([*weights, "--windows", "2"], "--weights replaces --windows: leave one"),
+        ([*weights, "--decay", "cosine"], "--weights replaces --decay: leave one"),
+        ([*weights, "--method", "exact"], "--weights replaces --method: leave one"),
+        ([*weights, "--by-step"], "--weights replaces --by-step: leave one"),
+        (
+            [*window, "--by-step", "--method", "anytime"],
+            "not go with --method anytime",
+        ),
+        (
+            [*window, "--by-step", "--method", "exponential"],
+            "not go with --method exp",
+        ),
+        (
+            [*window, "--decay", "cosine", "--method", "anytime"],
+            "--decay does not go",
+        ),
         ([*window, "--decay", "square"], "square"),
         ([*window, "--dtype", "int8"], "int8"),
     ):
@@ -156,13 +165,13 @@ def test_options_that_exclude_each_other(tmp_path):
 def test_steps_that_are_refused(tmp_path):
     output = ["--window", "1.0", "--by-step", "--sort", "name", "-o", tmp_path / "a.safetensors"]
     for names, said in (
-        (["first", "second"], "first.safetensors: expected a step in its name"),
-        (["a-2", "b-1"], "b-1.safetensors: expected a step after 2"),
-        (["a-2", "b-2"], "b-2.safetensors: expected a step after 2"),
+        (["first", "second"], "first.safetensors: no step in its name"),
+        (["a-2", "b-1"], "b-1.safetensors: its step 1 does not come after step 2"),
+        (["a-2", "b-2"], "b-2.safetensors: its step 2 does not come after step 2"),
     ):
         paths = powers(tmp_path, names, "{}.safetensors")
         assert said in failed(tmp_path, *paths, *output)
-    assert "a step of at least 1" in failed(tmp_path, *powers(tmp_path, [0]), *output)
+    assert "the last step is 0, but" in failed(tmp_path, *powers(tmp_path, [0]), *output)
 
 
 # Other dtypes.
@@ -274,8 +283,7 @@ def test_some_tensors_are_left(tmp_path):
             assert found.dtype == (np.float64 if name in averaged else np.float32)
     output.unlink()
     said = failed(tmp_path, *paths, *every, "--exclude", "opt*", "--include", "modell.*")
-    assert "--include: expected a pattern that fits the name of a tensor" in said
-    assert "got 'modell.*'" in said
+    assert "--include: no tensor matches 'modell.*'; a name is 'head'" in said
 
 
 def test_tied_tensors_are_left_together(tmp_path):
@@ -302,9 +310,7 @@ def test_a_dry_run(tmp_path):
     lines = said.splitlines()
     assert lines[0] == f"{tmp_path / 'a.safetensors'} would be the average of"
     assert [line.split() for line in lines[1:3]] == [[str(paths[3]), "0.4"], [str(paths[4]), "0.6"]]
-    size = paths[0].stat().st_size
-    assert lines[3:5] == ["bytes to be read: 80", f"bytes to be written: {size}"]
-    assert lines[5].startswith("bytes held in memory, at most: ")
+    assert len(lines) == 3
     said = done(
         *paths, "--weights", tmp_path / "w.json", "-o", tmp_path / "a.safetensors", "--dry-run"
     )
@@ -316,4 +322,4 @@ def test_a_wrong_suffix_is_named_once(tmp_path):
     paths = powers(tmp_path, [1, 2])
     said = failed(tmp_path, *paths, "--window", "2", "-o", "average.bla", code=2)
     assert said.count("average.bla") == 1
-    assert "got the output average.bla" in said
+    assert "average.bla: the files and the output must all end in .safetensors" in said

@@ -1,12 +1,11 @@
-"""A folder to run commands in; and tests with numba and without."""
+"""A folder to run commands in; and tests with pyarrow and numba, and without."""
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from tailavg.cli import lines, loops
-from tailavg.numpy import compiling
-from tailavg.numpy import loops as scans
+from tailavg.cli import cells
+from tailavg.numpy import kernel
 
 
 @pytest.fixture
@@ -19,19 +18,21 @@ def run_folder(tmp_path):
 
 
 def install(monkeypatch, there, after=0):
-    """Let numba be there or not; if it is, it is used after so many numbers or bytes."""
-    monkeypatch.setattr(compiling, "installed", lambda: there)
-    for module in (loops, scans):
-        monkeypatch.setattr(module, "LONG", after)
-    for module in (lines, scans):
-        monkeypatch.setattr(module, "_taken", 0)
+    """Let numba and pyarrow be there or not; they are used after so many numbers or bytes."""
+    monkeypatch.setattr(kernel, "installed", lambda: there)
+    monkeypatch.setattr(kernel, "LONG", after)
+    monkeypatch.setattr(kernel, "SHORT", after)
+    monkeypatch.setattr(cells, "LONG", after)
+    monkeypatch.setattr(cells, "LARGE", 0)
+    if not there:
+        monkeypatch.setattr(cells, "_pyarrow", lambda: None)
 
 
-@pytest.fixture(params=[True, False], ids=["numba", "without numba"], scope="module")
-def numba(request):
-    """A module that is run both ways; whether numba is there."""
+@pytest.fixture(params=[True, False], ids=["pyarrow", "without pyarrow"], scope="module")
+def pyarrow(request):
+    """A module that is run both ways; whether pyarrow is there."""
     if request.param:
-        pytest.importorskip("numba")
+        pytest.importorskip("pyarrow")
     with pytest.MonkeyPatch.context() as monkeypatch:
         install(monkeypatch, request.param)
         yield request.param
@@ -39,12 +40,15 @@ def numba(request):
 
 @pytest.fixture
 def without_numba(monkeypatch):
-    """A test in which numba is not there."""
+    """A test in which neither numba nor pyarrow is there."""
     install(monkeypatch, False)
 
 
-@pytest.fixture(params=[0, 600], ids=["at once", "later"])
+@pytest.fixture(params=[0, 600, None], ids=["at once", "later", "never"])
 def switched(request, monkeypatch):
-    """A test in which numba comes in at some time."""
+    """A test in which numba and pyarrow come in at some time, or never."""
+    if request.param is None:
+        install(monkeypatch, False)
+        return
     pytest.importorskip("numba")
     install(monkeypatch, True, request.param)

@@ -201,7 +201,7 @@ def test_tensors_of_many_pieces(tmp_path):
 
 PEAK = """
 import sys
-from tailavg.cli import app
+from tailavg.cli.main import app
 def peak():  # in bytes; VmHWM, as the maximum of getrusage is inherited
     return 1024 * int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0])
 import numpy, rich.progress, safetensors, tailavg.checkpoints
@@ -302,7 +302,7 @@ ARGUMENTS = ["--window", "1.0", "-o", "average.safetensors"]
         ),
         (
             lambda t: t.update(half=t["half"].astype(np.float32)),
-            "tensor 'half': expected dtype F16, got F32",
+            "tensor 'half': expected dtype float16, got float32",
         ),
     ],
 )
@@ -321,19 +321,11 @@ def test_truncated_files(tmp_path):
     names = save_run(tmp_path, [1, 2, 3])
     path = tmp_path / names[1]
     whole = path.read_bytes()
-    length = 8 + int.from_bytes(whole[:8], "little")
-    header = json.loads(whole[8:length])
-    start, stop = header["frozen"]["data_offsets"]
-    for size, said in (
-        (length + stop - 1, "truncated in tensor 'frozen'"),
-        (length + start + 1, "truncated in tensor 'frozen'"),
-        (length - 5, "truncated in its header"),
-        (4, "not a valid .safetensors file"),
-        (0, "not a valid .safetensors file"),
-    ):
+    header = 8 + int.from_bytes(whole[:8], "little")
+    for size in (len(whole) - 1, header + 1, header - 5, 4, 0):
         path.write_bytes(whole[:size])
         error = failed(tmp_path, *names, *ARGUMENTS)
-        assert f"step-2.safetensors: {said}" in error or (said in error and "step-2" in error)
+        assert "step-2.safetensors: not a complete .safetensors file" in error
 
 
 def test_files_of_another_kind(tmp_path):
@@ -355,7 +347,7 @@ def test_dtypes_that_have_no_average(tmp_path):
     (tmp_path / "step-1.safetensors").write_bytes(content)
     error = failed(tmp_path, "step-1.safetensors", *ARGUMENTS)
     assert "step-1.safetensors: tensor 'scale'" in error
-    assert "F8_E8M0, which cannot be averaged" in error
+    assert "float8_e8m0fnu cannot be averaged" in error
 
 
 def test_wrong_command_lines(tmp_path):
@@ -366,24 +358,30 @@ def test_wrong_command_lines(tmp_path):
         (["-o", "a.safetensors", "--window", "1.0"], "files"),
         ([*names, "--window", "-1", "-o", "a.safetensors"], "expected an int >= 1"),
         (["nosuch.safetensors", *ARGUMENTS], "nosuch.safetensors"),
-        ([*names, names[0], *ARGUMENTS], "step-1.safetensors twice"),
+        ([*names, names[0], *ARGUMENTS], "step-1.safetensors is given twice"),
         (
             [*names, "--window", "1", "-o", names[1]],
-            "expected a file that is not one of the checkpoints",
+            "is one of the checkpoints, or inside one",
         ),
-        ([*names, "--window", "1", "-o", "a.pt"], "to end in .safetensors, or all"),
-        ([*names, "--window", "1", "-o", "no/a.safetensors"], "expected an existing folder"),
+        ([*names, "--window", "1", "-o", "a.pt"], "must all end in .safetensors, or all"),
+        ([*names, "--window", "1", "-o", "no/a.safetensors"], "the folder no does not exist"),
         ([*names, "final.safetensors", *ARGUMENTS], "--sort name or --sort mtime"),
         ([*names, *ARGUMENTS, "--accumulators", "3"], "goes with --method anytime"),
         ([*names, "-o", "a.safetensors"], "either --window or --windows, got neither"),
         ([*names, *ARGUMENTS, "--windows", "1"], "either --window or --windows, got both"),
-        ([*names, "--windows", "1,0.5", "-o", "a.safetensors"], "expected {window} in the name"),
+        (
+            [*names, "--windows", "1,0.5", "-o", "a.safetensors"],
+            "need {window} in the name",
+        ),
         ([*names, "--windows", "1,1", "-o", "{window}.safetensors"], "got 1 twice"),
         (
             [*names, "--windows", "5,2", "-o", "step-{window}.safetensors"],
-            "expected a file that is not one of the checkpoints",
+            "is one of the checkpoints, or inside one",
         ),
-        ([*names, "--windows", "5,2", "-o", "{window}/a.safetensors"], "an existing folder"),
+        (
+            [*names, "--windows", "5,2", "-o", "{window}/a.safetensors"],
+            "folder 5 does not",
+        ),
     ):
         assert said in failed(tmp_path, *arguments, code=2)
 
@@ -437,7 +435,7 @@ def test_names_that_cannot_be_printed(tmp_path, encoding):
     assert "2 of 2 checkpoints, \\udcff-1.safetensors to \\udcff-2.safetensors" in said
     (tmp_path / names[0]).write_bytes(b"damaged")
     said = failed(tmp_path, *names, *arguments, encoding=encoding)
-    assert "-1.safetensors: truncated in its header" in said
+    assert "-1.safetensors: not a complete .safetensors file" in said
 
 
 def test_of_several_outputs_all_are_written_or_none(tmp_path):
@@ -559,7 +557,7 @@ def test_torch_files_that_cannot_be_averaged(tmp_path):
     arguments = [*names, "--window", "1.0", "-o", "average.pt"]
 
     path.write_bytes(whole[: len(whole) // 2])
-    assert "step-2.pt: expected a whole file" in failed(tmp_path, *arguments)
+    assert "step-2.pt: not a complete file" in failed(tmp_path, *arguments)
 
     odd = a_tree(torch, 2)
     odd["model"]["head"] = odd["model"]["head"].clone()
@@ -571,10 +569,10 @@ def test_torch_files_that_cannot_be_averaged(tmp_path):
     assert "tensor 'model/head' is missing" in failed(tmp_path, *arguments)
 
     torch.save({"sparse": torch.eye(3).to_sparse()}, path)
-    assert "tensor 'sparse': expected a dense tensor" in failed(tmp_path, *arguments)
+    assert "tensor 'sparse': only dense tensors" in failed(tmp_path, *arguments)
 
     torch.save({"step": 3}, path)
-    assert "expected tensors in dicts or lists, got none" in failed(tmp_path, *arguments)
+    assert "no tensors found" in failed(tmp_path, *arguments)
 
 
 def test_torch_files_run_no_code(tmp_path):

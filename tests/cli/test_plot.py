@@ -161,7 +161,7 @@ def test_output_of_stream_can_be_drawn(runs, tmp_path):
 
 KINDS = {"svg": b"<?xml", "png": b"\x89PNG", "pdf": b"%PDF", "html": b"<!doctype html>"}
 TITLED = ["-c", "loss", "--log-x", "--log-y", "--title", "a <run> & more"]
-DRAW = "import sys; from tailavg.cli import app\n"
+DRAW = "import sys; from tailavg.cli.main import app\n"
 DRAW += "for kind in sys.argv[1].split(): "
 DRAW += "app(['plot', *sys.argv[2:], '-o', f'again.{kind}'], standalone_mode=False)"
 
@@ -501,16 +501,15 @@ def test_a_signal_ends_the_drawing(tmp_path):
     (tmp_path / "numbers.txt").write_text("1\n2\n")
     slow = """
 import sys, time
-import tailavg.cli
-from tailavg.core import signals
+from tailavg.cli import main, plot, signals
 
 def draw(*_):
     print("drawing", flush=True)
     time.sleep(600)
 
-sys.modules["tailavg.cli.plot"].draw = draw
+plot.draw = draw
 signals.begin()
-sys.exit(tailavg.cli.run())
+sys.exit(main.run())
 """
     with started(
         *[sys.executable, "-c", slow, "plot", "numbers.txt", "-o", "x.svg"],
@@ -526,7 +525,7 @@ sys.exit(tailavg.cli.run())
 WITHOUT_MATPLOTLIB = """
 import sys
 sys.modules["matplotlib"] = None
-from tailavg.cli import app
+from tailavg.cli.main import app
 codes = []
 for options in ([], ["-o", "x.html"], ["-o", "x.svg"]):
     try:

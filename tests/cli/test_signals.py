@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tailavg.cli import _outcome
-from tailavg.core import signals
+from tailavg.cli import signals
+from tailavg.cli.main import _outcome
 from tests.support import processes
 from tests.support.commands import COMMANDS, TAILAVG
 from tests.support.effort import some
@@ -81,7 +81,7 @@ def test_a_signal_in_a_finaliser():
     """Python cannot raise there: it is done a moment later."""
     process = python(
         "import signal, time\n"
-        "from tailavg.core import signals\n"
+        "from tailavg.cli import signals\n"
         "class Last:\n"
         "    def __del__(self):\n"
         "        signal.raise_signal(signal.SIGTERM)\n"

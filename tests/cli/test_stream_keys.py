@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, Growing, TailAverage
-from tailavg.cli.averages import FEW
 from tailavg.cli.lines import CsvInput
 from tailavg.cli.stream import Output, Session
 from tests.support.streams import lines, same_digits
@@ -31,9 +30,9 @@ pytestmark = pytest.mark.usefixtures("without_numba")
 
 
 def rows(odd=()):
-    """Of 17 keys; some have one row, some more than are kept as samples."""
+    """Of 17 keys; some have one row."""
     random_ = random.Random(4)
-    counts = [*(1 + i * i // 4 for i in range(15)), FEW, FEW + 1]
+    counts = [*(1 + i * i // 4 for i in range(15)), 32, 33]
     keys = [key for key, count in enumerate(counts) for _ in range(count)]
     random_.shuffle(keys)
     table = [
@@ -91,12 +90,9 @@ def test_each_key_has_the_averages_of_its_own_rows(method, odd):
         assert same_digits(found, expected)
     for key, saved in one.averages.saved():
         whole = [average for column in held[key] for average in column.values()]
-        if isinstance(saved[0], float):
-            assert len(saved) == 2 * whole[0].count <= 2 * FEW
-        else:  # to the bit
-            states = [average.state_dict() for average in whole]
-            own = [{name: state[name] for name in saved[0]} for state in states]
-            assert repr(saved) == repr(own)
+        states = [average.state_dict() for average in whole]
+        own = [{name: state[name] for name in saved[0]} for state in states]
+        assert repr(saved) == repr(own)
 
 
 @pytest.mark.parametrize("output", [Output.plain, Output.csv, Output.jsonl])

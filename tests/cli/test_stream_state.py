@@ -7,8 +7,17 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, Growing, TailAverage
+from tailavg import (
+    AnyTail,
+    AnytimeWindow,
+    ExactWindow,
+    Exponential,
+    Growing,
+    TailAverage,
+    TailAverages,
+)
 from tailavg.cli.averages import Averages
+from tailavg.cli.cells import BlockReader
 from tailavg.cli.lines import CsvInput, PlainInput
 from tailavg.cli.stream import Output, Session
 from tests.support.streams import (
@@ -95,11 +104,11 @@ def test_a_line_alone_is_not_scanned(monkeypatch, method, kind):
         raise AssertionError("scanned")
 
     monkeypatch.setattr(Averages, "scan", refuse)
-    for storage in (TailAverage, *TailAverage._stores.values()):
-        monkeypatch.setattr(storage, "scan", refuse)
-    for name in ("parse_numbers", "format_numbers"):
-        monkeypatch.setattr(f"tailavg.cli.lines.{name}", refuse)
-    monkeypatch.setitem(Session._answer_rows.__globals__, "format_numbers", refuse)
+    monkeypatch.setattr(TailAverage, "scan", refuse)
+    monkeypatch.setattr(TailAverages, "scan_parts", refuse)
+    for name in ("numbers", "table"):
+        monkeypatch.setattr(BlockReader, name, refuse)
+    monkeypatch.setattr("tailavg.cli.stream.format_numbers", refuse)
     assert answers(session, [f"{number}\n" for number in NUMBERS]).count("\n") == len(NUMBERS)
     # nothing but the averages is kept, and they have not grown
     ((_, averages),) = session.averages.saved()

@@ -151,8 +151,7 @@ def test_factors_are_those_of_the_decays(rule, folded):
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=6), st.integers(1, 300))
-def test_a_read_by_splits_is_the_fold_of_the_equation(sizes, k):
-    """`terms` finds the oldest block that is needed; `read` folds over all of them."""
+def test_terms_are_those_of_the_equation(sizes, k):
     clock = BlockClock(AnytimeWindow(k, len(sizes) + 1))
     clock.blocks = [0, *np.cumsum([0, *sizes[:-1]]).tolist()]
     clock.count = clock.folded = sum(sizes)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tailavg import AnytimeWindow, ExactWindow, Exponential, Fixed, Growing, RawTail, TailAverage
 from tailavg.core.clock import BlockClock
-from tailavg.core.equation import join, read
+from tailavg.core.equation import read, weights
 from tests.support.cases import (
     CAPPED,
     EVERY_RULE,
@@ -63,6 +63,20 @@ def blocks_of(rule, steps):
     return every
 
 
+def folded(sizes, k):
+    """The paper's equation, folded over blocks, the newest first; all steps at once."""
+    found, newer = np.zeros_like(sizes), np.zeros(sizes.shape[1])
+    for block in reversed(range(len(sizes))):
+        old, total = sizes[block], sizes[block] + newer
+        size = np.minimum(k, total)
+        root = np.sqrt(old * newer * (total - size) / size)
+        g = np.divide(old - root, total, out=np.zeros_like(total), where=(newer < k) & (total > 0))
+        found[block + 1 :] *= 1 - g
+        found[block] = g
+        newer = total
+    return found
+
+
 class Reading:
     """What the blocks of an anytime window weigh at every step, all steps at once."""
 
@@ -72,7 +86,7 @@ class Reading:
         self.k = rule.window.size(self.t)
         self.starts = blocks_of(rule, steps)
         self.sizes = np.diff(self.starts, axis=0, append=self.t[None])
-        self.weights = np.array(read(list(self.sizes.astype(float)), self.k))
+        self.weights = folded(self.sizes.astype(float), self.k)
         squares = np.zeros_like(self.weights)
         np.divide(self.weights**2, self.sizes, out=squares, where=self.sizes > 0)
         self.effective = 1 / squares.sum(axis=0)
@@ -223,16 +237,22 @@ def test_weights_are_those_of_the_model_far_into_the_stream(rule):
             np.testing.assert_allclose(average.weights(), alpha, rtol=0, atol=1e-12 * alpha.max())
 
 
-@given(st.floats(0.01, 1e6), st.floats(0.01, 1e6), st.floats(1, 1e6))
-def test_join_meets_the_variance_or_pools_evenly_or_leaves_the_old_out(old, new, k):
-    g = join(old, new, k)
-    if new >= k:
-        assert g == 0
-    elif old + new <= k:
-        assert math.isclose(g, old / (old + new), rel_tol=1e-12)
-    else:
-        assert 0 <= g <= old / (old + new)
-        assert math.isclose(g**2 / old + (1 - g) ** 2 / new, 1 / k, rel_tol=1e-9)
+@given(st.integers(1, 10**6), st.integers(1, 10**6), st.floats(0, 1, exclude_max=True))
+def test_weights_have_the_variance_of_the_window(old, new, part):
+    excess = part * old
+    each, of_old = weights(old, new, excess)
+    assert 0 <= of_old <= old / (old + new) * (1 + 1e-12)
+    assert math.isclose(of_old + new * each, 1, rel_tol=1e-12)
+    variance = of_old**2 / old + new * each**2
+    assert math.isclose(variance, 1 / (old + new - excess), rel_tol=1e-9)
+    if not excess:
+        assert each == 1 / (old + new)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=10), st.floats(1, 300))
+def test_any_blocks_are_read_as_the_fold_of_the_equation(sizes, k):
+    expected = folded(np.array(sizes, float)[:, None], np.array([k]))[:, 0]
+    np.testing.assert_allclose(read([0, *sizes], k), [0, *expected], rtol=1e-9, atol=1e-12)
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=10), st.floats(1, 300))
@@ -311,7 +331,7 @@ def test_raw_tail_is_the_latest_sample_then_the_mean_since_its_start():
     assert RawTail(0.25, total=100).first == 75
     for t in range(1, 201):
         average.update(float(t))
-        assert average.value() == (t if t <= 75 else (76 + t) / 2)
+        assert average.value() == pytest.approx(t if t <= 75 else (76 + t) / 2, rel=1e-15)
         assert average.size == max(1, t - 75)
 
 

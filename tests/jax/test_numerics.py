@@ -10,7 +10,7 @@ from jax import lax
 
 from tailavg import AnytimeWindow, Exponential, Growing, TailAverage
 from tailavg.core.clock import starts_at
-from tailavg.core.state import state as layout
+from tailavg.io.state import state as layout
 from tailavg.jax import tail_average
 from tailavg.jax.clock import traced
 from tests.support.cases import of_rules

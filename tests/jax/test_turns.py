@@ -111,19 +111,25 @@ def test_a_traced_block_is_closed_at_the_step_where_it_is_elsewhere(rule, t):
         assert got == min(rule.closes(starts), np.iinfo(got.dtype).max)
 
 
-@given(st.floats(1e-9, 1), st.integers(1, 6), st.integers(0, 2**31 - 1))
-@example(1 - 2**-53, 1, 2**31 - 1)
-@example(1 - 1e-12, 1, 2**31 - 1)
-@example(1.0, 1, 2**31 - 1)
-@example(0.5, 1, 2**30 - 1)
-@example(0.5, 1, 2**30)
+@given(st.floats(1e-9, 1), st.integers(1, 6), st.integers(0, NEVER))
+@example(1 - 2**-53, 1, NEVER)
+@example(1 - 1e-12, 1, NEVER)
+@example(1.0, 1, NEVER)
+@example(0.5, 1, 2**62 - 1)
+@example(0.5, 1, 2**62)
 def test_a_step_is_stretched_to_the_last_digit(c, parts, start):
     ratio = Growing(c).stretch(parts)
-    exact = math.ceil(Fraction(ratio, 2**60) * start)
-    assert INTEGERS.stretched(start, ratio) == min(exact, NEVER)
-    steps = traced_window(Growing(c)).steps
-    for got in in_both_widths(lambda start: steps.stretched(start, ratio), start):
-        assert got == min(exact, np.iinfo(got.dtype).max)
+    stretched = traced_window(Growing(c)).steps.stretched
+    for x64, last in ((False, 2**31 - 1), (True, NEVER)):
+        farthest = (last << 60) // ratio  # that is stretched to no more than the last step
+        steps = {start * last // NEVER, farthest, min(farthest + 1, last)}
+        expected = [math.ceil(Fraction(ratio, 2**60) * step) for step in steps]
+        by_core = [INTEGERS.stretched(step, ratio) for step in steps]
+        assert by_core == [min(step, NEVER) for step in expected]
+        with jax.enable_x64(x64):
+            got = stretched(jnp.asarray(np.array(list(steps))), ratio)
+            assert got.dtype == (np.int64 if x64 else np.int32)
+            assert got.tolist() == [min(step, last) for step in expected]
 
 
 def test_a_stretched_step_does_not_overflow_in_int32():

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from tailavg import AnyTail, AnytimeWindow, Decay, ExactWindow, Exponential, TailAverage
+from tailavg.core.clock import SUM, clock_for
 from tailavg.core.rules import as_rule
 from tailavg.keras import TailAverage as KerasAverage
 from tests.support.any_tails import Tails
@@ -63,6 +64,21 @@ def test_any_tail_is_read_with_a_window_and_with_a_decay():
     _, got = walk(decayed, STEPS)
     assert_close([got], [numpy.value(cosine)])
     np.testing.assert_allclose(decayed.weights(), numpy.weights(cosine), atol=1e-12)
+
+
+@of_rules([AnytimeWindow(0.25), AnytimeWindow(10), Exponential(50)])
+def test_an_average_is_the_sum_of_the_clocks_terms_to_the_bit(rule):
+    """A state has what was summed; the terms are those of the same rule in NumPy."""
+    tail = KerasAverage(rule)
+    _, got = walk(tail, 300)
+    state = tail._average.state()
+    clock = clock_for(rule)
+    clock.restore(state["count"], state["starts"], state["folded"])
+    empty, value = len(clock.blocks) - len(state["starts"]), np.float32(0)
+    for weight, block in clock.terms():
+        part = state["partial"] if block == SUM else state["blocks"][block - empty]
+        value = value + np.float32(weight) * part["0"]
+    assert got.tobytes() == np.asarray(value, np.float32).tobytes()
 
 
 def test_nothing_depends_on_offload():

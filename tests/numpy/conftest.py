@@ -1,19 +1,20 @@
 import pytest
 
-from tailavg.numpy import compiling, loops
+from tailavg.numpy import kernel
 
 
 @pytest.fixture
 def without_numba(monkeypatch):
     """As if numba were not installed."""
-    monkeypatch.setattr(compiling, "installed", lambda: False)
+    monkeypatch.setattr(kernel, "installed", lambda: False)
 
 
 @pytest.fixture
 def compiled(monkeypatch):
     """Scan with compiled loops from the first number on."""
     pytest.importorskip("numba", reason="numba is not installed: there are no compiled loops")
-    monkeypatch.setattr(loops, "_taken", loops.LONG)
+    monkeypatch.setattr(kernel, "LONG", 0)
+    monkeypatch.setattr(kernel, "SHORT", 0)
 
 
 @pytest.fixture(params=["compiled", "without_numba"])

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tailavg import AnytimeWindow, ExactWindow, Exponential, Growing, Profile, RawTail, TailAverage
-from tailavg.numpy import scan
+from tailavg.numpy import fallback
 from tests.support.cases import (
     CAPPED,
     CASES,
@@ -94,7 +94,7 @@ def test_any_chunks_by_any_method_give_the_same_averages(rule, kind, parts):
 )
 def test_long_chunks_give_the_same_averages(rule, kind, scanner, monkeypatch):
     """Chunks that span many turns and folds, and more numbers than are taken at once."""
-    monkeypatch.setattr(scan, "CHUNK", 600)
+    monkeypatch.setattr(fallback, "CHUNK", 600)
     steps = 3000
     xs, (_, values) = kind.draw(steps), one_by_one(rule, kind, steps)
     for cuts in ([], [1, 777, 2001]):

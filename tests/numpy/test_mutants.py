@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tailavg import AnyTail, AnytimeWindow, Exponential, TailAverage
-from tailavg.numpy import compiling, loops
+from tailavg.numpy.kernel import kernel
 from tests.support.cases import FEW_RULES, RULES, of_rules
 from tests.support.corrupt_states import broken, mutants, within
 from tests.support.effort import some
@@ -24,8 +24,7 @@ EVERY = [*RULES, AnyTail(6)]
 @pytest.fixture(autouse=True, scope="module")
 def compiled() -> None:
     """Import numba and compile before time and memory are watched."""
-    if compiling.installed():
-        loops.fastest(loops.LONG)
+    kernel(10**9)
     for rule in EVERY:
         made(rule).scan(np.ones(3), 1.0 if isinstance(rule, AnyTail) else None)
         made(rule, (2,)).scan(np.ones((3, 2)), 1.0 if isinstance(rule, AnyTail) else None)

@@ -19,9 +19,7 @@ from tailavg import (
     RawTail,
     TailAverage,
 )
-from tailavg.core.equation import join
-from tailavg.numpy import compiling, loops
-from tailavg.numpy.scan import one_by_one
+from tailavg.numpy import kernel
 from tests.support.cases import (
     EVERY_RULE,
     FEW_RULES,
@@ -61,9 +59,19 @@ def way(request, monkeypatch):
     """Scan with NumPy alone, with plain loops, and with compiled ones."""
     if request.param == "compiled":
         pytest.importorskip("numba", reason="numba is not installed: nothing can be compiled")
-    monkeypatch.setattr(compiling, "installed", lambda: request.param != "numpy")
-    monkeypatch.setattr(loops, "LONG", 0 if request.param == "compiled" else 10**9)
+    monkeypatch.setattr(kernel, "installed", lambda: request.param != "numpy")
+    for name in ("LONG", "SHORT"):
+        monkeypatch.setattr(kernel, name, 0 if request.param == "compiled" else 10**9)
     return request.param
+
+
+def one_by_one(average, xs, window=None):
+    """What a scan is: update with each sample, and read."""
+    averages = []
+    for x in xs:
+        average.update(x)
+        averages.append(average.value(window))
+    return np.array(averages)
 
 
 loops_only = pytest.mark.parametrize("way", ["plain", "compiled"], indirect=True)
@@ -178,43 +186,21 @@ def test_a_fraction_that_is_no_positive_float_is_refused():
 
 def test_a_numba_that_cannot_be_imported_is_told_and_done_without(monkeypatch):
     pytest.importorskip("numba", reason="numba is not installed: nobody tries to import it")
-    monkeypatch.setattr(loops, "LONG", 0)
-    monkeypatch.setattr(loops, "_compiled", lambda: compiling.compiled([], {}))
-    monkeypatch.setattr(compiling, "_broken", [])
+    monkeypatch.setattr(kernel, "SHORT", 0)
     empty = module_from_spec(ModuleSpec("numba", None))  # without njit
     monkeypatch.setitem(sys.modules, "numba", empty)
-    compiling.installed.cache_clear()
+    kernel._compiled.cache_clear()
     xs = np.arange(10.0)
     try:
         with pytest.warns(UserWarning, match="numba cannot be imported, so scans are slower"):
             first = TailAverage(3).scan(xs)
-        assert not compiling.installed()
         assert_close(TailAverage(3).scan(xs), first, 1e-15)
     finally:
-        compiling.installed.cache_clear()
-
-
-def test_loops_are_compiled_where_nothing_can_be_cached():
-    """As of code that is in no file."""
-    pytest.importorskip("numba", reason="numba is not installed: nothing can be compiled")
-    names = {}
-    exec("def twice(x):\n    return 2 * x\ndef four(x):\n    return twice(twice(x))", names)
-    compiled = compiling.compiled([names["twice"], names["four"]], names)
-    assert compiled.four(1.5) == 6.0
-    assert compiled.four.signatures
-
-
-@given(old=st.integers(1, 10**9), newer=st.integers(1, 10**9), part=st.floats(0.001, 1.0))
-def test_the_equation_of_the_loops_is_that_of_the_core(old, newer, part):
-    """Written once more, in the form that compiles; where the new samples alone do not suffice."""
-    k = newer + part * 2 * old  # more than there are, too
-    each, of_old = loops.split_weights(old, newer, k)
-    assert of_old == pytest.approx(join(old, newer, k), rel=1e-9, abs=1e-12)
-    assert each * newer + of_old == pytest.approx(1.0, rel=1e-12)
+        kernel._compiled.cache_clear()
 
 
 @given(window=windows, t=st.integers(1, 10**7))
 def test_sizes_and_decays_of_the_loops_are_those_of_the_core_to_the_bit(window, t):
-    described = loops.described(window)
-    assert loops.size_at(float(t), described) == window.size(t)
-    assert loops.decay_at(float(t), described) == Exponential(window).decay(np.array([t]))[0]
+    described = kernel.window_numbers(window)
+    assert kernel.size_at(float(t), described) == window.size(t)
+    assert kernel.decay_at(float(t), described) == Exponential(window).decay(np.array([t]))[0]

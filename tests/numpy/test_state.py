@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tailavg import AnytimeWindow, ExactWindow, Exponential, Growing, RawTail, TailAverage
-from tailavg.core import state as layout
 from tailavg.core.rules import as_rule
+from tailavg.io import state as layout
 from tests.support.cases import (
     KINDS,
     METHODS,

@@ -14,7 +14,7 @@ from tailavg import (
     TailAverage,
     TailAverages,
 )
-from tailavg.numpy import compiling, loops
+from tailavg.numpy import kernel
 from tailavg.polars import tail_mean
 from tests.support.cases import FEW_RULES, assert_close, of_rules
 from tests.support.model import averages as weighted
@@ -25,9 +25,10 @@ from tests.support.model import weight_matrix
 def way(request, monkeypatch):
     if request.param == "compiled":
         pytest.importorskip("numba")
-        monkeypatch.setattr(loops, "_taken", loops.LONG)
+        monkeypatch.setattr(kernel, "LONG", 0)
+        monkeypatch.setattr(kernel, "SHORT", 0)
     else:
-        monkeypatch.setattr(compiling, "installed", lambda: False)
+        monkeypatch.setattr(kernel, "installed", lambda: False)
 
 
 def frame(rows: int = 400, runs: int = 7, seed: int = 0) -> pl.DataFrame:
@@ -245,7 +246,7 @@ def test_parts_give_what_the_whole_gives(rows, cuts, rule, nan_policy):
         part = df[start:end]
         parts.append(tail_mean(part, rule, by="run", nan_policy=nan_policy, state=state))
         start = end
-    assert_frame_equal(pl.concat(parts), whole, check_exact=compiling.installed(), rel_tol=1e-12)
+    assert_frame_equal(pl.concat(parts), whole, check_exact=kernel.installed(), rel_tol=1e-12)
 
 
 def test_the_keys_of_a_state(tmp_path):

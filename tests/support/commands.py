@@ -22,9 +22,7 @@ from unittest import mock
 import typer.main
 
 import tailavg.__main__
-from tailavg.cli import lines
-from tailavg.core import signals
-from tailavg.numpy import loops as scans
+from tailavg.cli import signals
 
 TAILAVG = [sys.executable, "-m", "tailavg"]
 GET_COMMAND = cache(typer.main.get_command)  # it takes most of the time of a short command
@@ -130,8 +128,6 @@ def _as_at_the_start() -> Iterator[None]:
         mock.patch.multiple(
             signals, _act=signals.Act.leave, _arrived=None, _last=-signals.AGAIN, _stopped=None
         ),
-        mock.patch.object(lines, "_taken", 0),
-        mock.patch.object(scans, "_taken", 0),
         mock.patch.object(typer.main, "get_command", GET_COMMAND),
         mock.patch.object(sys, "unraisablehook", sys.unraisablehook),
     ):

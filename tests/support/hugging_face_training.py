@@ -19,7 +19,7 @@ with warnings.catch_warnings():
     )
 
     from tailavg import AnyTail, Decay
-    from tailavg.core.state import read
+    from tailavg.io.state import read
     from tailavg.transformers import TailAverageCallback, TailAverageTrainer
 
 
@@ -87,7 +87,7 @@ class Seen:
 
 
 def make(kind, model, args, tail_average, *, callbacks=(), **options):
-    """A Trainer that averages, of one of the three kinds."""
+    """A Trainer that averages, of one of the two kinds."""
     callbacks, options = list(callbacks), {"train_dataset": tokens(), **options}
     if isinstance(model, torch.nn.Module):
         options["model"] = model
@@ -97,11 +97,8 @@ def make(kind, model, args, tail_average, *, callbacks=(), **options):
         return TailAverageTrainer(
             args=args, tail_average=tail_average, callbacks=callbacks, **options
         )
-    callback = TailAverageCallback(tail_average)
-    if kind == "callback":
-        return Trainer(args=args, callbacks=[*callbacks, callback], **options)
     trainer = Trainer(args=args, callbacks=callbacks, **options)
-    trainer.add_callback(callback)
+    TailAverageCallback(tail_average).attach(trainer)
     return trainer
 
 
@@ -121,7 +118,7 @@ def resumable(kind, folder, callbacks=(), seed=0, tail_average=RESUMED_RULE, **o
     )
 
 
-KINDS = ("trainer", "callback", "added callback")
+KINDS = ("trainer", "callback")
 
 
 def weights(model):

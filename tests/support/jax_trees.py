@@ -1,7 +1,5 @@
 """What the tests of `tailavg.jax` share: rules, and ways to run an average over trees."""
 
-import ctypes
-import gc
 from collections import namedtuple
 from functools import partial
 
@@ -9,14 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-import pytest
 from jax import lax
 
 from tailavg import AnyTail, AnytimeWindow, Exponential
 from tests.support import cases
 from tests.support.cases import of_rules
 from tests.support.effort import some
-from tests.support.model import weight_matrix
 
 RULES = [
     rule
@@ -28,17 +24,6 @@ Pair = namedtuple("Pair", "first second")
 every_rule = of_rules(RULES)
 two_rules = of_rules(TWO)
 rules_and_tails = of_rules([*TWO, AnyTail(6, 0.3)])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def release_programs():
-    """Drop the compiled programs of a file when its tests are done: a hundred take 160 MB."""
-    yield
-    jax.clear_caches()
-    weight_matrix.cache_clear()
-    gc.collect()
-    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
-        libc.malloc_trim(0)  # else glibc keeps what is free
 
 
 def window_for(rule):

@@ -24,8 +24,9 @@ from torch.distributed.checkpoint import filesystem
 
 from tailavg import AnyTail, TailAverage, TailAverages
 from tailavg.checkpoints import average_checkpoints
-from tailavg.cli import app
+from tailavg.cli.main import app
 from tailavg.core.rules import ExactWindow
+from tailavg.io.files import saved_folder
 from tailavg.torch import ParameterAverage
 from tests.support.effort import some
 from tests.support.interrupts import killed, opcodes
@@ -49,30 +50,21 @@ def check(write: Callable[[], Any], path: Path, among: int | None = None) -> Non
     def replaced(at: int) -> bool:
         put(path, old)
         assert killed(write, at), f"{total} opcodes before, fewer than {at} now"
-        now = contents(path)
+        now = contents(saved_folder(path))
         assert now in (old, new), f"killed at opcode {at}"
-        assert len(temporary(path)) <= 1, f"killed at opcode {at}"
         return now == new
 
-    def replaced_alone(at: int) -> bool:
-        for leftover in temporary(path):
-            put(leftover, None)
-        return replaced(at)
-
     first = total - min(total, among or total)
-    outcomes = {at: replaced_alone(at) for at in np.linspace(first, total - 1, KILLS, dtype=int)}
+    outcomes = {at: replaced(at) for at in np.linspace(first, total - 1, KILLS, dtype=int)}
     assert set(outcomes.values()) == {False, True}, outcomes
     after = min(at for at in outcomes if outcomes[at])
     before = max(at for at in outcomes if at < after)
     while after - before > 1:
         middle = (before + after) // 2
-        before, after = (before, middle) if replaced_alone(middle) else (middle, after)
-    assert not replaced_alone(before)
-    assert temporary(path)
-    replaced(before)  # it removes what the one before left, as does one that is not killed
-    assert not killed(write, at=-1)
+        before, after = (before, middle) if replaced(middle) else (middle, after)
+    assert not replaced(before)
+    assert not killed(write, at=-1)  # what the killed ones left is no hindrance
     assert contents(path) == new
-    assert not temporary(path)
 
 
 def contents(path: Path) -> Any:
@@ -83,6 +75,8 @@ def contents(path: Path) -> Any:
 
 def put(path: Path, data: Any) -> None:
     """Write a file, or a folder of files, in place of what is there; None writes nothing."""
+    for leftover in path.parent.glob(f".{path.name}.*.tailavg"):
+        put(leftover, None)
     if path.is_dir():
         rmtree(path)
     path.unlink(missing_ok=True)
@@ -92,10 +86,6 @@ def put(path: Path, data: Any) -> None:
         path.mkdir()
         for name, content in data.items():
             (path / name).write_bytes(content)
-
-
-def temporary(path: Path) -> list[Path]:
-    return [file for file in path.parent.iterdir() if file.name.endswith(".tailavg")]
 
 
 def save(tmp_path: Path) -> None:

@@ -192,7 +192,7 @@ def test_an_error_while_swapping_in_leaves_the_training_weights():
             failed = False
         except RuntimeError:
             # what fails on the way back is taken up again
-            if average._aside is not None:
+            if average._saved is not None:
                 average.restore()
         assert bits(model) == before, n
         assert n < 500

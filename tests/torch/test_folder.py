@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tailavg import AnyTail, AnytimeWindow, Exponential, TailAverage
-from tailavg.core import state as layout
+from tailavg.io import state as layout
 from tailavg.jax import tail_average
 from tailavg.torch import ParameterAverage
 from tests.support.cases import short

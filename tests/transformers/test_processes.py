@@ -48,14 +48,14 @@ class Death(TrainerCallback):
 
 
 def die(folder: Path) -> None:
-    resumable("added callback", folder, [Death()]).train()
+    resumable("callback", folder, [Death()]).train()
 
 
 def test_a_killed_process(folder, tmp_path):
     killed = folder / "killed"
     checkpoints = sorted(path.name for path in killed.glob("checkpoint-*"))
     assert checkpoints == ["checkpoint-4", "checkpoint-8"]
-    resumed = resumable("added callback", killed, seed=5)
+    resumed = resumable("callback", killed, seed=5)
     resumed.train(resume_from_checkpoint=True)
     unbroken = resumable("trainer", tmp_path)
     unbroken.train()

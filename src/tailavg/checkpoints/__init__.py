@@ -1,19 +1,19 @@
-"""Averages of saved checkpoints, piece by piece, so that memory does not grow with their number.
+"""Averages of saved checkpoints: files and folders of several formats.
 
-The weights are known before any file is read. Real and complex numbers are averaged. Those
-with the same bits in all checkpoints, and everything else, come from the newest as they are.
+Read `merge.py` first: it cuts tensors into pieces and averages them. A `Checkpoint` reads and
+writes the pieces in one format. The weights are known before any file is read. Numbers with the
+same bits in all checkpoints, and all that is no real or complex number, come from the newest.
 """
 
-from tailavg.checkpoints.average import Plan, average_checkpoints
-from tailavg.checkpoints.kinds import SAFETENSORS, TORCH
-from tailavg.checkpoints.tensors import CheckpointError
+from tailavg.checkpoints.checkpoint import CheckpointError
+from tailavg.checkpoints.merge import SAFETENSORS, TORCH, Merge, average_checkpoints
 from tailavg.checkpoints.weights import natural, read_weights, steps_of, weights
 
 __all__ = [
     "SAFETENSORS",
     "TORCH",
     "CheckpointError",
-    "Plan",
+    "Merge",
     "average_checkpoints",
     "natural",
     "read_weights",

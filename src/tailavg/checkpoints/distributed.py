@@ -1,7 +1,7 @@
 """Folders of `torch.distributed.checkpoint`, through torch's own reader and writer.
 
-They need no process group and no model. Torch reads a stored chunk as a whole. The chunks of one
-folder may be others than those of the next.
+No process group and no model is needed. Torch reads a stored chunk at once. One folder may have
+other chunks than the next.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from tailavg.checkpoints.tensors import (
+from tailavg.checkpoints.checkpoint import (
     PARTS,
     Averages,
     Checkpoint,
@@ -26,7 +26,7 @@ from tailavg.checkpoints.tensors import (
     Tensor,
     stamp_of,
 )
-from tailavg.core.files import whole_folder
+from tailavg.io.files import whole_folder
 
 __all__ = ["Distributed"]
 
@@ -37,6 +37,7 @@ class Distributed(Checkpoint):
     Its metadata is a pickle, which torch's reader loads.
     """
 
+    kind = "a folder of torch.distributed.checkpoint"
     together = False
 
     def __init__(self, path: Path) -> None:
@@ -50,13 +51,13 @@ class Distributed(Checkpoint):
             self._metadata: Any = self._reader.read_metadata()
             self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
             stored = self._metadata.storage_data
-            # as they stand in the files
+            # in the order of the files
             self._items = sorted(stored, key=lambda i: (stored[i].relative_path, stored[i].offset))
             files = {path / stored[item].relative_path for item in self._items}
             self._chunks: dict[Any, Any] = {
                 (name, tuple(chunk.offsets)): chunk
-                for name, its in self._metadata.state_dict_metadata.items()
-                for chunk in getattr(its, "chunks", ())
+                for name, entry in self._metadata.state_dict_metadata.items()
+                for chunk in getattr(entry, "chunks", ())
             }
             for item in self._items:
                 self._describe(item)
@@ -64,36 +65,27 @@ class Distributed(Checkpoint):
             raise
         except Exception as error:  # a damaged pickle can raise anything
             raise CheckpointError(
-                f"{metadata}: expected the metadata of torch.distributed.checkpoint, got: "
+                f"{metadata}: not the metadata of torch.distributed.checkpoint: "
                 f"{type(error).__name__}: {error}"
             ) from error
         self.stamps |= {file: stamp_of(file) for file in sorted(files)}
         if not self.tensors:
-            raise CheckpointError(f"{path}: expected tensors, got none")
+            raise CheckpointError(f"{path}: no tensors found")
 
     def _describe(self, item: Any) -> None:
-        its = self._metadata.state_dict_metadata[item.fqn]
-        if not hasattr(its, "properties"):
+        entry = self._metadata.state_dict_metadata[item.fqn]
+        if not hasattr(entry, "properties"):
             self.tensors[_key(item)] = Tensor(item.fqn, "bytes", ())
             return
-        dtype = str(its.properties.dtype).removeprefix("torch.")
-        tensor = Tensor(item.fqn, dtype, tuple(its.size))
-        kind = its.properties.dtype
+        dtype, shape = str(entry.properties.dtype).removeprefix("torch."), tuple(entry.size)
+        self.check_dtype(item.fqn, dtype)
+        tensor = Tensor(item.fqn, dtype, shape)
         if dtype in PARTS:
-            size = math.prod(self._chunks[_key(item)].sizes) * kind.itemsize
-            tensor = Tensor.averaged(item.fqn, dtype, tuple(its.size), dtype, size)
-        elif kind.is_floating_point or kind.is_complex or dtype.startswith(("q", "bits")):
-            raise CheckpointError(
-                f"{self.path}: tensor {item.fqn!r}: expected integers or one of "
-                f"{', '.join(PARTS)}, got {dtype}, which cannot be averaged"
-            )
+            elements = math.prod(self._chunks[_key(item)].sizes)
+            tensor = Tensor.averaged(item.fqn, dtype, shape, elements)
         self.tensors[_key(item)] = tensor
 
-    @property
-    def described(self) -> str:
-        return "a folder of torch.distributed.checkpoint"
-
-    def whole(self, output: Path) -> AbstractContextManager[Path]:
+    def replacing(self, output: Path) -> AbstractContextManager[Path]:
         return whole_folder(output)
 
     def compared(self) -> Mapping[Hashable, Tensor]:
@@ -102,12 +94,12 @@ class Distributed(Checkpoint):
     def check_like(self, newest: Checkpoint) -> None:
         super().check_like(newest)
         assert isinstance(newest, Distributed)
-        self._chunks = newest._chunks  # what will be asked for
+        self._chunks = newest._chunks  # `read` is called with keys of the newest
 
     def arrange(self) -> None:
-        """Cut chunks that are large for a quarter of the checkpoint, along their first axis.
+        """Cut chunks along their first axis, so that pieces fit into a quarter of the checkpoint.
 
-        As torch reads all of a chunk for each part of it, there are eight parts at most.
+        Torch reads all of a chunk for each piece of it, so there are eight pieces at most.
         """
         room = self._room() - self._largest()
         for key, tensor in self.tensors.items():
@@ -123,18 +115,15 @@ class Distributed(Checkpoint):
         return max(2**26, total // 4)
 
     def _largest(self) -> int:
-        """The bytes of the largest chunk, which torch reads at once."""
+        """Return the bytes of the largest chunk, which torch reads at once."""
         return max((t.numbers * t.part.itemsize for t in self.tensors.values()), default=0)
 
     def threads(self, most: int) -> int:
-        """As many as have room for a chunk each."""
+        """Return how many threads have room for a chunk each."""
         return max(1, min(most, self._room() // max(1, (1 + HELD) * self._largest())))
 
-    def sizes(self) -> tuple[int, int]:
-        return super().sizes()[0], self.threads(2) * self._largest()
-
     def _axis(self, key: Hashable) -> tuple[int, int]:
-        """The first axis of a chunk that can be cut, and its size."""
+        """Return the first axis of a chunk that can be cut, and its size."""
         sizes = self._chunks[key].sizes
         axis = next((axis for axis, size in enumerate(sizes) if size > 1), 0)
         return axis, sizes[axis] if sizes else 1
@@ -161,15 +150,15 @@ class Distributed(Checkpoint):
         from torch.distributed.checkpoint.planner import LoadPlan
         from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-        its = self._metadata.state_dict_metadata[name]
-        items = create_read_items_for_chunk_list(name, its, [region])
+        entry = self._metadata.state_dict_metadata[name]
+        items = create_read_items_for_chunk_list(name, entry, [region])
         covered = sum(math.prod(item.lengths) for item in items)
         if covered != target.numel():
             raise CheckpointError(
-                f"{self.path}: tensor {name!r}: expected chunks that cover it, got {covered} of "
-                f"{target.numel()} numbers"
+                f"{self.path}: tensor {name!r}: its chunks hold only {covered} of "
+                f"{target.numel()} numbers; save the checkpoint again"
             )
-        self._ask(name, LoadPlan(items), _Into(target))
+        self._read_data(name, LoadPlan(items), _Into(target))
 
     def _bytes(self, item: Any) -> io.BytesIO:
         """Read what is not a tensor, as it is stored."""
@@ -178,10 +167,10 @@ class Distributed(Checkpoint):
 
         into, none = _Into(None), torch.Size((0,))
         kind = LoadItemType.BYTE_IO
-        self._ask(item.fqn, LoadPlan([ReadItem(kind, item, none, item, none, none)]), into)
+        self._read_data(item.fqn, LoadPlan([ReadItem(kind, item, none, item, none, none)]), into)
         return into.data
 
-    def _ask(self, name: str, plan: Any, into: Any) -> None:
+    def _read_data(self, name: str, plan: Any, into: Any) -> None:
         try:
             self._reader.read_data(plan, into).wait()
         except OSError:
@@ -189,8 +178,7 @@ class Distributed(Checkpoint):
         except Exception as error:  # a damaged file can raise anything
             first = (str(error).strip() or type(error).__name__).partition("\n")[0]
             raise CheckpointError(
-                f"{self.path}: tensor {name!r}: expected what torch.distributed.checkpoint wrote, "
-                f"got: {first}"
+                f"{self.path}: tensor {name!r}: torch cannot read its chunks: {first}"
             ) from error
 
     def write(self, outputs: Sequence[Path], averages: Averages) -> None:
@@ -212,23 +200,23 @@ class Distributed(Checkpoint):
         kinds = dict(self._metadata.state_dict_metadata)
         for tensor in self.tensors.values():
             if tensor.numbers and tensor.to != tensor.part:
-                its = kinds[tensor.name]
+                entry = kinds[tensor.name]
                 dtype = getattr(torch, tensor.to.name)
                 kinds[tensor.name] = dataclasses.replace(
-                    its, properties=dataclasses.replace(its.properties, dtype=dtype)
+                    entry, properties=dataclasses.replace(entry.properties, dtype=dtype)
                 )
 
-        def asked(item: Any) -> WriteItem:
-            its = kinds[item.fqn]
-            if not hasattr(its, "properties"):
+        def to_write(item: Any) -> WriteItem:
+            entry = kinds[item.fqn]
+            if not hasattr(entry, "properties"):
                 return WriteItem(item, WriteItemType.BYTE_IO)
-            data = TensorWriteData(self._chunks[_key(item)], its.properties, its.size)
+            data = TensorWriteData(self._chunks[_key(item)], entry.properties, entry.size)
             return WriteItem(item, WriteItemType.SHARD, tensor_data=data)
 
         def size_of(key: Any) -> int:
             return int(math.prod(self._chunks[key].sizes) * kinds[key[0]].properties.dtype.itemsize)
 
-        # torch's writer holds what it was given to the end of the file: so all is in one place
+        # torch's writer keeps all tensors until the file ends, so all of them share one memory
         largest = max((size_of(key) for key in self._chunks), default=0)
         room = torch.empty(largest, dtype=torch.uint8)
 
@@ -243,26 +231,26 @@ class Distributed(Checkpoint):
             if not tensor.numbers:
                 self._load(key[0], chunk, found)
                 return found
-            rest = found.view(-1).view(torch.uint8)
-            while len(rest):
+            unwritten = found.view(-1).view(torch.uint8)
+            while len(unwritten):
                 (mean,) = next(averages)
-                rest[: mean.nbytes] = torch.from_numpy(mean.view(np.uint8))
-                rest = rest[mean.nbytes :]
+                unwritten[: mean.nbytes] = torch.from_numpy(mean.view(np.uint8))
+                unwritten = unwritten[mean.nbytes :]
             return found
 
-        # one thread, and nothing ahead: it then asks for data in this order, one after the other
+        # with one thread and no copies ahead, it calls `resolve` in this order
         writer = Writer(output, per_thread_copy_ahead=0)
         writer.set_up_storage_writer(True)
         stored = self._metadata.storage_data
         by_file = groupby(self._items, key=lambda item: stored[item].relative_path)
-        plans = [SavePlan([asked(item) for item in items]) for _, items in by_file]
+        plans = [SavePlan([to_write(item) for item in items]) for _, items in by_file]
         plans = writer.prepare_global_plan([writer.prepare_local_plan(plan) for plan in plans])
         results = [writer.write_data(plan, _From(resolve)).wait() for plan in plans]  # type: ignore[arg-type]
         writer.finish(Metadata(kinds, self._metadata.planner_data), results)
 
 
 HELD = 8
-"""Bytes that are held for a byte of a piece: read twice, summed in float64, rounded."""
+"""Bytes in memory for a byte of a piece in float32: two copies, two arrays in float64, the mean."""
 
 
 class _Into:
@@ -297,5 +285,5 @@ def _key(item: Any) -> tuple[str, tuple[int, ...] | None]:
 
 
 def _parts(dtype: Any) -> int:
-    """How many real numbers an element has."""
+    """Return how many real numbers an element has."""
     return 2 if dtype.is_complex else 1

@@ -1,22 +1,23 @@
-"""`.safetensors` files: the length of a header, the header in JSON, the numbers side by side.
+"""`.safetensors` files, which the format's own library opens and validates.
 
-The format's own library validates a file. Numbers are read by their offsets, a piece at a time,
-which the slices of that library cannot do for every shape.
+Numbers are read and written a piece at a time, so that memory does not grow with the file. The
+library can do neither: its slices are whole rows in a memory map, and it writes whole files.
 """
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Hashable, Mapping, Sequence
+import math
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 
-from tailavg.checkpoints.tensors import (
+from tailavg.checkpoints.checkpoint import (
     BUFFER,
+    PARTS,
     Averages,
     Checkpoint,
     CheckpointError,
@@ -26,121 +27,79 @@ from tailavg.checkpoints.tensors import (
     read_at,
     stamp_of,
 )
-from tailavg.core.tensors import NAMES
+from tailavg.io.tensors import NAMES, Entry, header
 
 __all__ = ["Safetensors"]
 
-INTEGERS = frozenset({"BOOL", "I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64"})
-AVERAGED: Mapping[str, str] = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "C64": "complex64",
-}
+DTYPES = {code: dtype for dtype, code in NAMES.items()}
+WIDE_FIRST = list(NAMES)
 
 
 class Safetensors(Checkpoint):
     """A `.safetensors` file. The key of a tensor is its name."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.stamps = {path: stamp_of(path)}
-        with path.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            self._head = length.to_bytes(8, "little") + stream.read(min(length, 10**8))
-            room = os.fstat(stream.fileno()).st_size - 8 - length
-        self._check(room)
-        entries = json.loads(self._head[8:])
-        self._metadata = entries.pop("__metadata__", None)
-        # in file order
-        entries = dict(sorted(entries.items(), key=lambda item: item[1]["data_offsets"]))
-        self.tensors = {}
-        self._spans: dict[Hashable, tuple[int, int]] = {}
-        for name, entry in entries.items():
-            shape, dtype = tuple(entry["shape"]), entry["dtype"]
-            start, stop = entry["data_offsets"]
-            self._spans[name] = len(self._head) + start, len(self._head) + stop
-            if dtype in INTEGERS:
-                self.tensors[name] = Tensor(name, dtype, shape)
-            elif dtype in AVERAGED:
-                kind = AVERAGED[dtype]
-                self.tensors[name] = Tensor.averaged(name, dtype, shape, kind, stop - start)
-            else:
-                raise CheckpointError(
-                    f"{path}: tensor {name!r}: expected integers or one of "
-                    f"{', '.join(AVERAGED)}, got {dtype}, which cannot be averaged"
-                )
-
-    def _check(self, room: int) -> None:
-        """Raise unless the file is valid and complete."""
         from safetensors import SafetensorError, safe_open
 
+        self.path = path
+        self.stamps = {path: stamp_of(path)}
         try:
-            with safe_open(self.path, "np"):
-                return
+            with safe_open(path, "np") as file:
+                self._metadata = file.metadata() or {}
+                slices = {name: file.get_slice(name) for name in file.offset_keys()}
+                kinds = {name: (x.get_dtype(), tuple(x.get_shape())) for name, x in slices.items()}
         except (SafetensorError, OSError) as error:
-            problem = f"not a valid .safetensors file: {error}"
-        if room < 0:
             raise CheckpointError(
-                f"{self.path}: truncated in its header, before any tensor, or {problem}"
-            )
-        try:
-            entries = json.loads(self._head[8:])
-            entries.pop("__metadata__", None)
-            ends = {name: entry["data_offsets"][1] for name, entry in entries.items()}
-            cut = min((end, name) for name, end in ends.items() if end > room)
-        except Exception:  # a damaged header can raise anything
-            raise CheckpointError(f"{self.path}: {problem}") from None
-        raise CheckpointError(
-            f"{self.path}: truncated in tensor {cut[1]!r}: expected {max(ends.values())} bytes "
-            f"of tensors, got {room}"
-        )
+                f"{path}: not a complete .safetensors file: {error}; save or copy it again"
+            ) from None
+        self.tensors = {}
+        self._sizes: dict[Hashable, int] = {}
+        for name, (code, shape) in kinds.items():
+            dtype = DTYPES.get(code, code)
+            self.check_dtype(name, dtype)
+            if dtype in PARTS:
+                tensor = Tensor.averaged(name, dtype, shape, math.prod(shape))
+                self._sizes[name] = tensor.numbers * tensor.part.itemsize
+            else:
+                tensor = Tensor(name, dtype, shape)
+                self._sizes[name] = math.prod(shape) * np.dtype(dtype).itemsize
+            self.tensors[name] = tensor
+        # tensors fill all of a valid file behind its header
+        self._header_size = path.stat().st_size - sum(self._sizes.values())
+        ends = accumulate(self._sizes.values(), initial=self._header_size)
+        self._places = dict(zip(self._sizes, ends, strict=False))
+        self._new_header = b""
 
     def read(self, key: Hashable, start: int, stop: int, out: Piece) -> None:
         tensor = self.tensors[key]
-        read_at(self.path, self._spans[key][0] + start * tensor.part.itemsize, out, tensor.name)
+        read_at(self.path, self._places[key] + start * tensor.part.itemsize, out)
 
     def arrange(self) -> None:
-        if all(tensor.to == tensor.part for tensor in self.tensors.values() if tensor.numbers):
+        changed = {key: t.to.name for key, t in self.tensors.items() if t.to != t.part}
+        if not changed:
             return
-        order = list(NAMES.values())
-        names = {key: _name(tensor) for key, tensor in self.tensors.items()}
-        # wide ones first, as the format's library wants them, so that all are aligned
-        self.tensors = dict(sorted(self.tensors.items(), key=lambda i: order.index(names[i[0]])))
-        rows: dict[str, Any] = {} if self._metadata is None else {"__metadata__": self._metadata}
-        end = 0
+        dtypes = {key: changed.get(key, tensor.dtype) for key, tensor in self.tensors.items()}
+        keys = sorted(self.tensors, key=lambda key: WIDE_FIRST.index(dtypes[key]))
+        self.tensors = {key: self.tensors[key] for key in keys}
+        entries = []
         for key, tensor in self.tensors.items():
-            size = tensor.numbers * tensor.to.itemsize
-            if not tensor.numbers:
-                size = self._spans[key][1] - self._spans[key][0]
-            start, end = end, end + size
-            rows[tensor.name] = {
-                "dtype": names[key],
-                "shape": tensor.shape,
-                "data_offsets": [start, end],
-            }
-        text = json.dumps(rows, ensure_ascii=False, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        self._head = len(text).to_bytes(8, "little") + text
+            size = tensor.numbers * tensor.to.itemsize or self._sizes[key]
+            entries.append(Entry(tensor.name, NAMES[dtypes[key]], tensor.shape, size))
+        self._new_header = header(entries, metadata=self._metadata)
 
     def write(self, outputs: Sequence[BinaryIO], averages: Averages) -> None:
-        buffer = np.empty(BUFFER, np.uint8)
         with ExitStack() as stack:
             writes = [stack.enter_context(flowing(output)) for output in outputs]
-            for write in writes:
-                write(self._head)
+            for head in (
+                [self._new_header] if self._new_header else self._copied(0, self._header_size)
+            ):
+                for write in writes:
+                    write(head)
             for key, tensor in self.tensors.items():
-                start, stop = self._spans[key]
-                for place in range(start, stop, BUFFER) if not tensor.numbers else ():
-                    piece = buffer[: min(BUFFER, stop - place)]
-                    read_at(self.path, place, piece, tensor.name)
-                    for write in writes:
-                        write(piece)
+                if not tensor.numbers:
+                    for piece in self._copied(self._places[key], self._sizes[key]):
+                        for write in writes:
+                            write(piece)
                 written = 0
                 while written < tensor.numbers:
                     means = next(averages)
@@ -148,9 +107,9 @@ class Safetensors(Checkpoint):
                         write(mean.view(np.uint8))
                     written += len(means[0])
 
-
-def _name(tensor: Tensor) -> str:
-    """The format's name of the dtype that a tensor will have."""
-    if tensor.numbers and tensor.to != tensor.part:
-        return NAMES[tensor.to.name]
-    return tensor.dtype
+    def _copied(self, place: int, size: int) -> Iterator[Piece]:
+        """Read bytes of the file, a buffer at a time."""
+        for start in range(place, place + size, BUFFER):
+            piece = np.empty(min(BUFFER, place + size - start), np.uint8)
+            read_at(self.path, start, piece)
+            yield piece

@@ -1,4 +1,4 @@
-"""Which checkpoint is older, and how much each weighs."""
+"""The order of checkpoints, their steps and their weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tailavg.checkpoints.tensors import CheckpointError
+from tailavg.checkpoints.checkpoint import CheckpointError
 from tailavg.core.clock import starts_at
 from tailavg.core.decay import Decay
 from tailavg.core.profile import dense_weights
@@ -25,7 +25,7 @@ Weighing = WindowRule | Decay | Sequence[float] | Reals
 
 
 def natural(path: Path) -> tuple[list[int], str]:
-    """A key that sorts names by the numbers in them: step-9 before step-10.
+    """Return a key that sorts names by the numbers in them: step-9 before step-10.
 
     Examples:
         >>> sorted([Path("step-10.pt"), Path("step-9.pt")], key=natural)[0].name
@@ -35,9 +35,9 @@ def natural(path: Path) -> tuple[list[int], str]:
 
 
 def weights(rule: Weighing, files: int, steps: Sequence[int] | None = None) -> Reals:
-    """The weight of each checkpoint, oldest first.
+    """Return the weight of each checkpoint, oldest first.
 
-    With `steps`, the window is in steps, and each checkpoint stands for those since the one before.
+    With `steps`, the window is in steps, and a checkpoint stands for the steps since the last one.
 
     Examples:
         >>> from tailavg import ExactWindow
@@ -62,9 +62,9 @@ def weights(rule: Weighing, files: int, steps: Sequence[int] | None = None) -> R
 
 
 def steps_of(paths: Sequence[Path]) -> list[int]:
-    """The step of each checkpoint, oldest first: the last number in its name.
+    """Return the step of each checkpoint, oldest first: the last number in its name.
 
-    If the names are alike, it is the last number in the folders that differ.
+    If the names are the same, it is the last number in the folders that differ.
 
     Examples:
         >>> steps_of([Path("run-7/checkpoint-500"), Path("run-7/checkpoint-1500")])
@@ -72,32 +72,30 @@ def steps_of(paths: Sequence[Path]) -> list[int]:
         >>> steps_of([Path("2/checkpoint-5/model.bin"), Path("2/checkpoint-10/model.bin")])
         [5, 10]
     """
-    parts = [path.absolute().parts for path in paths]
-    steps = []
-    for path, its in zip(paths, parts, strict=True):
+    every = [path.absolute().parts for path in paths]
+    steps: list[int] = []
+    for path, parts in zip(paths, every, strict=True):
         differ = [
             part
-            for place, part in enumerate(its)
-            if len(paths) == 1 or any(other[place : place + 1] != (part,) for other in parts)
+            for place, part in enumerate(parts)
+            if len(paths) == 1 or any(other[place : place + 1] != (part,) for other in every)
         ]
         numbers = re.findall(r"\d+", str(Path(*differ).with_suffix(""))) if differ else []
         if not numbers:
-            raise CheckpointError(
-                f"{path}: expected a step in its name, as in checkpoint-500, got none"
-            )
+            raise CheckpointError(f"{path}: no step in its name, as in checkpoint-500")
         steps.append(int(numbers[-1]))
-    for (one, a), (other, b) in pairwise(zip(paths, steps, strict=True)):
+    for (older, a), (newer, b) in pairwise(zip(paths, steps, strict=True)):
         if a >= b:
             raise CheckpointError(
-                f"{other}: expected a step after {a}, that of {one}, got {b}; leave one out"
+                f"{newer}: its step {b} does not come after step {a} of {older}; leave one out"
             )
-    if steps[0] < 0 or steps[-1] < 1:
-        raise CheckpointError(f"{paths[-1]}: expected a step of at least 1, got {steps[-1]}")
+    if steps[-1] < 1:
+        raise CheckpointError(f"{paths[-1]}: the last step is {steps[-1]}, but must be at least 1")
     return steps
 
 
 def read_weights(path: Path, files: int) -> Reals:
-    """The weights in a JSON file: a list of one number per checkpoint, oldest first."""
+    """Read the weights in a JSON file: a list of one number per checkpoint, oldest first."""
     try:
         found = json.loads(path.read_text())
     except (ValueError, RecursionError) as error:
@@ -109,9 +107,7 @@ def read_weights(path: Path, files: int) -> Reals:
             f"{path}: expected {files} weights, one per checkpoint, oldest first, got {len(found)}"
         )
     for weight in found:
-        if isinstance(weight, bool) or not isinstance(weight, int | float):
-            raise CheckpointError(f"{path}: expected numbers, got {weight!r}")
-        if not math.isfinite(weight):
+        if type(weight) not in (int, float) or not math.isfinite(weight):
             raise CheckpointError(f"{path}: expected finite numbers, got {weight!r}")
     total = math.fsum(found)
     if abs(total - 1.0) > 1e-6:

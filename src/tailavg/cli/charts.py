@@ -12,6 +12,7 @@ import numpy as np
 
 from tailavg.cli.common import fail
 from tailavg.cli.curves import Line
+from tailavg.style import COLOURS, GREY
 
 __all__ = [
     "LISTED",
@@ -25,12 +26,6 @@ __all__ = [
     "ticks",
     "with_error",
 ]
-
-COLOURS = ["#0083cc", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8b2f8f", "#8c6d31"]
-"""Okabe and Ito's, a little darker, and two more."""
-
-SAMPLES = "#8a8f98"
-"""Of the samples of a single run."""
 
 LISTED = 20
 """The most lines that a legend names."""
@@ -102,10 +97,10 @@ def printable(name: str) -> str:
 
 
 def colour_of(chart: Chart, line: Line) -> str:
-    """A colour for each window of a single run, or for each run of several."""
+    """Return a colour for each window of a single run, or for each run of several."""
     if len(chart.runs) > 1:
         return COLOURS[line.run % len(COLOURS)]
-    return SAMPLES if line.window < 0 else COLOURS[line.window % len(COLOURS)]
+    return GREY if line.window < 0 else COLOURS[line.window % len(COLOURS)]
 
 
 def limits(values: Sequence[Any], log: bool) -> tuple[float, float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -16,28 +15,13 @@ from tailavg.core.rules import WindowRule
 from tailavg.core.windows import Window
 
 if TYPE_CHECKING:
-    from tailavg.checkpoints import Plan
+    from tailavg.checkpoints import Merge
 
 __all__ = ["checkpoints"]
 
 
-class Sort(StrEnum):
-    """How to order checkpoints in time."""
-
-    step = "step"
-    name = "name"
-    mtime = "mtime"
-
-
-class DType(StrEnum):
-    """The dtypes that averages may have."""
-
-    float64 = "float64"
-    float32 = "float32"
-    float16 = "float16"
-    bfloat16 = "bfloat16"
-
-
+Sort = Literal["step", "name", "mtime"]
+DType = Literal["float64", "float32", "float16", "bfloat16"]
 Shape = Literal["linear", "cosine", "1-sqrt"]
 
 
@@ -74,7 +58,7 @@ def checkpoints(
     sort: Annotated[
         Sort,
         typer.Option(help="Order by the numbers in names, by name, or by modification time."),
-    ] = Sort.step,
+    ] = "step",
     method: Annotated[
         Method | None,
         typer.Option(
@@ -130,105 +114,96 @@ def checkpoints(
 
     tailavg checkpoints run/step-*.pt --windows 0.1,0.25,0.5 -o average-{window}.pt
     """
-    from tailavg.checkpoints import CheckpointError, Plan, read_weights, steps_of
+    from tailavg.checkpoints import CheckpointError, Merge, read_weights, steps_of
 
     ordered = _in_order(files, sort)
     outputs: dict[Path, Any] = {}
-    if weights is not None:
+    if weights is None:
+        for name, parsed in _names(output, window, windows).items():
+            outputs[name] = _rule(parsed, method, accumulators, decay, by_step)
+    else:
         _check_alone(
-            windows=windows,
             window=window,
+            windows=windows,
             method=method,
             accumulators=accumulators,
             decay=decay,
             by_step=by_step or None,
         )
-        outputs[output] = weights
-    else:
-        for one in parse_windows(window, windows):
-            name = str(output)
-            if windows is not None:
-                name = name.replace("{window}", window_name(one))
-            if Path(name) in outputs:
-                raise typer.BadParameter(
-                    "expected {window} in the name, since there are several windows, got "
-                    f"{output}",
-                    param_hint="--output",
-                )
-            outputs[Path(name)] = _rule(one, method, accumulators, decay, by_step)
+        outputs[output] = None  # until the files are known to have names that can be right
     for path in outputs:
         _check_names(files, path)
-
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("averaging"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f} %"),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
     try:
         if weights is not None:
             outputs[output] = read_weights(weights, len(ordered))
-        plan = Plan(
+        merge = Merge(
             ordered,
             outputs,
-            dtype=None if dtype is None else dtype.value,
+            dtype=dtype,
             include=include or (),
             exclude=exclude or (),
             steps=steps_of(ordered) if by_step else None,
         )
-        if dry_run:
-            _describe(plan, ordered)
-            return
-        with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-            task = bar.add_task("averaging", total=None)
-            plan.run(lambda done, total: bar.update(task, completed=done, total=total))
+        if not dry_run:
+            _run(merge)
     except CheckpointError as error:
-        fail(f"{error}\nNothing was written.")
+        option = "" if error.argument is None else f"--{error.argument}: "
+        fail(f"{option}{error.message}\nNothing was written.")
     except OSError as error:
         fail(f"{error.filename or output}: {error.strerror or error}\nNothing was written.")
     except MemoryError:
-        fail("expected memory for the averages and the newest file, got less\nNothing was written.")
+        fail("out of memory\nNothing was written.")
     except ImportError as error:
         extra = "torch" if error.name == "torch" else "'tailavg[cli]'"
         fail(f"these checkpoints need {error.name}; install it with: pip install {extra}")
-    for path in outputs:
-        used = plan.used(path)
-        span = f"{used[0]} to {used[-1]}" if len(used) > 1 else f"{used[0]}"
-        _echo(f"{path}: the average of {len(used)} of {len(files)} checkpoints, {span}")
+    for path, shares in merge.weights.items():
+        used = merge.used(path)
+        if dry_run:
+            _echo(f"{path} would be the average of")
+            width = max(len(str(file)) for file in used)
+            for file, share in zip(used, shares[shares != 0], strict=True):
+                _echo(f"  {file!s:{width}}  {share:.6g}")
+        else:
+            span = f"{used[0]} to {used[-1]}" if len(used) > 1 else f"{used[0]}"
+            _echo(f"{path}: the average of {len(used)} of {len(files)} checkpoints, {span}")
+
+
+def _names(output: Path, window: str | None, windows: str | None) -> dict[Path, Window]:
+    """Return the outputs, each with its window."""
+    parsed = parse_windows(window, windows)
+    if windows is None:
+        return {output: parsed[0]}
+    names = {Path(str(output).replace("{window}", window_name(one))): one for one in parsed}
+    if len(names) < len(parsed):
+        raise typer.BadParameter(
+            "several windows need {window} in the name, as in average-{window}.pt",
+            param_hint="--output",
+        )
+    return names
+
+
+def _run(merge: Merge) -> None:
+    """Average, with a progress bar on a terminal."""
+    from rich import progress
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    columns = (
+        progress.TextColumn("averaging"),
+        progress.BarColumn(),
+        progress.TextColumn("{task.percentage:>3.0f} %"),
+        progress.DownloadColumn(),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    with progress.Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("averaging", total=None)
+        merge.run(lambda done, total: bar.update(task, completed=done, total=total))
 
 
 def _echo(text: str) -> None:
-    encoding = sys.stdout.encoding or "utf-8"  # in which a name may have no place
+    encoding = sys.stdout.encoding or "utf-8"  # which may lack characters of a name
     typer.echo(text.encode(encoding, "backslashreplace").decode(encoding))
-
-
-def _describe(plan: Plan, paths: list[Path]) -> None:
-    """Say what would be averaged, with which weights."""
-    for output, shares in plan.shares.items():
-        _echo(f"{output} would be the average of")
-        width = max(len(str(path)) for path in paths)
-        for path, share in zip(paths, shares.tolist(), strict=True):
-            if share:
-                _echo(f"  {path!s:{width}}  {share:.6g}")
-    for what, size in (
-        ("read", plan.reads),
-        ("written", plan.writes),
-        ("held in memory, at most", plan.holds),
-    ):
-        _echo(f"bytes to be {what}: {size:,}".replace("to be held", "held"))
 
 
 def _check_alone(**options: object) -> None:
@@ -236,7 +211,7 @@ def _check_alone(**options: object) -> None:
     for name, value in options.items():
         if value is not None:
             raise typer.BadParameter(
-                f"--weights has all the weights: expected no --{name.replace('_', '-')} with it"
+                f"--weights replaces --{name.replace('_', '-')}: leave one of them out"
             )
 
 
@@ -247,16 +222,13 @@ def _rule(
     decay: Shape | None,
     by_step: bool,
 ) -> WindowRule | Decay:
-    """The rule that the options describe."""
+    """Return the rule that the options describe."""
     for option, given in ("--decay", decay is not None), ("--by-step", by_step):
         if given and method not in (None, Method.exact):
-            raise typer.BadParameter(
-                f"{option} weighs the checkpoints by itself: expected no --method {method} with it"
-            )
+            raise typer.BadParameter(f"{option} does not go with --method {method}")
     rule = parse_rule(window, method or Method.exact, accumulators)
     if decay is None or decay == "linear":  # the plain window is a linear decay
         return rule
-
     return Decay(window, decay)
 
 
@@ -264,47 +236,47 @@ def _check_names(paths: list[Path], output: Path) -> None:
     """Raise if the names cannot be right."""
     from tailavg.checkpoints import SAFETENSORS, TORCH
 
-    kinds = SAFETENSORS if output.suffix in SAFETENSORS else TORCH
     folders = [path for path in paths if path.is_dir()]
-    for path in paths if len(folders) < len(paths) else ():
-        expected = "all files and the output to end in .safetensors, or all in .pt, .pth, .ckpt or"
-        if path in folders:
-            raise typer.BadParameter(f"expected files only, or folders only, got the folder {path}")
-        for one in output, path:
-            if one.suffix not in kinds:
-                got = "the output " * (one is output) + str(one)
-                raise typer.BadParameter(f"expected {expected} .bin; got {got}")
+    if len(folders) < len(paths):
+        if folders:
+            raise typer.BadParameter(f"give files or folders, not both: {folders[0]} is a folder")
+        kinds = SAFETENSORS if output.suffix in SAFETENSORS else TORCH
+        for path in output, *paths:
+            if path.suffix not in kinds:
+                raise typer.BadParameter(
+                    f"{path}: the files and the output must all end in .safetensors, or all in "
+                    ".pt, .pth, .ckpt or .bin"
+                )
     if not output.absolute().parent.is_dir():
         raise typer.BadParameter(
-            f"expected an existing folder, got {output.parent}", param_hint="--output"
+            f"the folder {output.parent} does not exist", param_hint="--output"
         )
-    seen: dict[Path, Path] = {}
-    for path in paths:
-        if seen.setdefault(path.resolve(), path) is not path:
-            raise typer.BadParameter(f"expected each checkpoint once, got {path} twice")
-    kind = "folder" if folders else "file"
-    for path in (found := output.resolve()), *found.parents:
-        if path in seen:
-            raise typer.BadParameter(
-                f"expected a {kind} that is not one of the checkpoints, nor in one, got {output}",
-                param_hint="--output",
-            )
+    resolved = [path.resolve() for path in paths]
+    for path, real in zip(paths, resolved, strict=True):
+        if resolved.count(real) > 1:
+            raise typer.BadParameter(f"{path} is given twice")
+    real = output.resolve()
+    if not {real, *real.parents}.isdisjoint(resolved):
+        raise typer.BadParameter(
+            f"{output} is one of the checkpoints, or inside one; choose another name",
+            param_hint="--output",
+        )
 
 
 def _in_order(paths: list[Path], sort: Sort) -> list[Path]:
-    """The checkpoints, oldest first."""
+    """Return the checkpoints, oldest first."""
     from tailavg.checkpoints import natural
 
-    if sort is Sort.name:
+    if sort == "name":
         return sorted(paths, key=str)
-    if sort is Sort.mtime:
+    if sort == "mtime":
         return sorted(paths, key=lambda path: (path.stat().st_mtime_ns, natural(path)))
     patterns = {re.sub(r"\d+", "N", str(path)): path for path in paths}
     if len(patterns) > 1:
         one, other, *_ = patterns.values()
         raise typer.BadParameter(
-            f"expected names that differ in their numbers only, got {one} and {other}: "
-            "which is older? Leave one out, or choose --sort name or --sort mtime",
+            f"which is older, {one} or {other}? Their names differ in more than numbers: choose "
+            "--sort name or --sort mtime, or leave one out",
             param_hint="--sort",
         )
     return sorted(paths, key=natural)

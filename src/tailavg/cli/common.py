@@ -84,18 +84,18 @@ def parse_windows(
         raise typer.BadParameter(f"expected either --window or --windows, got {got}")
     if at_most is not None:
         raise typer.BadParameter("--at-most goes with --window, not with --windows")
-    found: list[Window] = []
+    parsed: list[Window] = []
     for text in windows.split(","):
-        if (one := parse_window(text)) in found:
+        if (number := parse_window(text)) in parsed:
             raise typer.BadParameter(
                 f"--windows: expected each window once, got {text.strip()} twice"
             )
-        found.append(one)
-    return found
+        parsed.append(number)
+    return parsed
 
 
 def window_name(window: Window) -> str:
-    """The shortest text that `parse_window` turns into a window.
+    """Return the shortest text that `parse_window` turns into a window.
 
     Examples:
         >>> window_name(parse_window("0.50")), window_name(parse_window("1"))
@@ -105,7 +105,7 @@ def window_name(window: Window) -> str:
 
 
 def parse_rule(window: Window, method: Method, accumulators: int | None) -> WindowRule:
-    """The rule that the options describe."""
+    """Return the rule that the options describe."""
     if method is not Method.anytime:
         if accumulators is not None:
             raise typer.BadParameter(f"--accumulators goes with --method anytime, not {method}")

@@ -1,4 +1,4 @@
-"""Pictures in files: curves drawn by matplotlib, and how any figure is saved."""
+"""Draw curves with matplotlib, and write figures to files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import typer
 from tailavg.cli.charts import LISTED, Chart, Panel, colour_of
 from tailavg.cli.common import fail, say
 from tailavg.cli.curves import Line
-from tailavg.core.files import check_writable, whole_file
+from tailavg.io.files import check_writable, whole_file
+from tailavg.style import LOOK, write_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,7 +26,7 @@ DASHES = ["-", "--", ":", "-."]
 
 
 def check(path: Path, option: str) -> None:
-    """Fail if a picture of this name could not be drawn or written: it may be long until then."""
+    """Fail now if a picture of this name could not be drawn or written after a long run."""
     if path.suffix.lower() != ".html":
         try:
             from matplotlib.figure import Figure
@@ -39,7 +40,7 @@ def check(path: Path, option: str) -> None:
 
 
 def _check_kind(figure: Figure, path: Path, option: str, *others: str) -> str:
-    """The kind of a picture, by its name; fail if it is none that matplotlib draws."""
+    """Return the kind of a picture by its name. Fail if matplotlib cannot draw that kind."""
     kind = path.suffix.removeprefix(".").lower()
     kinds = figure.canvas.get_supported_filetypes()
     if kind not in kinds:
@@ -56,9 +57,7 @@ def draw(chart: Chart, path: Path) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    from tailavg.experiments.figures import LOOK
-
-    # samples are everywhere: the legend has paper of its own
+    # samples are everywhere, so the legend gets a background
     style = LOOK | {"legend.frameon": True, "legend.edgecolor": "none", "legend.framealpha": 0.85}
     with rc_context(style), catch_warnings(record=True) as warned:
         simplefilter("always")
@@ -115,16 +114,15 @@ def _draw_line(axes: Axes, line: Line, mark: str, size: float, **style: Any) -> 
 
 
 def save(figure: Figure, path: Path, option: str) -> None:
-    """Write a figure whole; fail if its kind is not known."""
+    """Write a figure. Fail if its kind is not known."""
     kind = _check_kind(figure, path, option)
-    undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
     image = BytesIO()
-    figure.savefig(image, format=kind, metadata=undated, dpi=150)
+    write_figure(figure, image, kind)
     write(image.getvalue(), path)
 
 
 def write(data: bytes, path: Path) -> None:
-    """Write a picture, whole or not at all."""
+    """Write a picture completely or not at all."""
     try:
         with whole_file(path) as file:
             file.write(data)

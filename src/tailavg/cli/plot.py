@@ -12,16 +12,16 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from tailavg.cli import signals
 from tailavg.cli.charts import Chart, Panel, printable
 from tailavg.cli.common import Method, fail, parse_rule, parse_windows, say
 from tailavg.cli.curves import Track
 from tailavg.cli.events import has_events, read_events
 from tailavg.cli.page import page
 from tailavg.cli.pictures import check, draw, write
-from tailavg.cli.rows import MANY, Blocks, Rows, check_input, source_of
-from tailavg.core import signals
+from tailavg.cli.rows import Blocks, Rows, check_input, has_many_lines, source_of
+from tailavg.cli.signals import Act
 from tailavg.core.rules import WindowRule
-from tailavg.core.signals import Act
 from tailavg.core.windows import Growing, Window
 from tailavg.numpy.arithmetic import Array
 
@@ -234,7 +234,7 @@ def _read(file: str, rows: Rows, pause: float | None) -> Iterator[tuple[Array, l
         for block in blocks:
             signals.act(Act.note)
             body = rows.body(block) if block else b""
-            taken = rows.take(body) if body.count(b"\n") >= MANY else None
+            taken = rows.take(body) if has_many_lines(body) else None
             if taken is None:
                 taken = rows.arrays(rows.parse(body))
             yield taken

@@ -263,7 +263,7 @@ def _plot(rules: Mapping[str, WindowRule], t: int, path: Path) -> None:
         from matplotlib import rc_context, style
         from matplotlib.figure import Figure
 
-        from tailavg.experiments.figures import LOOK
+        from tailavg.style import LOOK
     except ImportError:
         fail("--plot needs matplotlib; install it with: pip install 'tailavg[plot]'")
 

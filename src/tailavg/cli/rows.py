@@ -10,11 +10,12 @@ from collections.abc import Iterator
 import numpy as np
 import typer
 
+from tailavg.cli import signals
+from tailavg.cli.cells import Array, decode
 from tailavg.cli.common import fail
-from tailavg.cli.lines import Array, CsvInput, JsonInput, PlainInput, Row, decode, short
-from tailavg.core import signals
+from tailavg.cli.lines import CsvInput, JsonInput, PlainInput, Row, short
 
-__all__ = ["MANY", "Blocks", "Rows", "check_input", "source_of"]
+__all__ = ["Blocks", "Rows", "check_input", "has_many_lines", "source_of"]
 
 BLOCK = 1 << 20  # the most bytes to read before answering
 MANY = 30  # from this many lines on, arrays are faster
@@ -30,6 +31,11 @@ def source_of(columns: list[str] | None, fields: list[str] | None, by: str | Non
         raise typer.BadParameter("--by needs --column or --field")
     kind = CsvInput if columns else JsonInput if fields else PlainInput
     return kind(list(dict.fromkeys(columns or fields or ["value"])), by)
+
+
+def has_many_lines(block: bytes) -> bool:
+    """Whether a block has so many lines that arrays are faster; counting all would take longer."""
+    return len(block.split(b"\n", MANY)) > MANY
 
 
 def check_input() -> None:

@@ -20,25 +20,17 @@ from typing import Annotated, Any, BinaryIO
 import numpy as np
 import typer
 
+from tailavg.cli import signals
 from tailavg.cli.averages import Averages, Reads
+from tailavg.cli.cells import NUMBER, Array, csv_line, decode, encode, format_numbers
 from tailavg.cli.common import Method, fail, parse_rule, parse_windows, say, window_name
-from tailavg.cli.lines import (
-    NUMBER,
-    Array,
-    PlainInput,
-    Row,
-    csv_line,
-    decode,
-    encode,
-    format_numbers,
-)
-from tailavg.cli.rows import MANY, Blocks, Rows, check_input, source_of
-from tailavg.core import signals
-from tailavg.core.files import InUseError, check_writable, locked, whole_file
+from tailavg.cli.lines import PlainInput, Row
+from tailavg.cli.rows import Blocks, Rows, check_input, has_many_lines, source_of
+from tailavg.cli.signals import Act, Stopped
 from tailavg.core.rules import shared_rules
-from tailavg.core.signals import Act, Stopped
-from tailavg.core.state import STREAM, STREAM_VERSIONS, plain
 from tailavg.core.windows import NEVER, Growing, Window
+from tailavg.io.files import InUseError, check_writable, locked, whole_file
+from tailavg.io.state import STREAM, STREAM_VERSION, plain
 
 __all__ = ["Output", "stream"]
 
@@ -238,7 +230,7 @@ class Session(Rows):
         super().__init__(source, skip_bad)
         self.reads, self.output, self.every = reads, output, every
         self.headed = False  # whether the header was written, now or before a resume
-        self.averages = Averages(reads, len(source.columns), keep=source.by is not None)
+        self.averages = Averages(reads, len(source.columns))
 
     def answer(self, block: bytes) -> bytes:
         """Take a block of lines, and return the output."""
@@ -251,7 +243,7 @@ class Session(Rows):
 
     def _answer_rows(self, block: bytes) -> bytes:
         """The output for rows: as arrays if they are many and plain, otherwise one by one."""
-        many = block.count(b"\n") >= MANY
+        many = has_many_lines(block)
         if many and self.output in (Output.plain, self.source.carries):
             taken = self.take(block)
             if taken is not None:
@@ -341,7 +333,7 @@ class Session(Rows):
 
     def _load(self, path: Path, file: BinaryIO) -> None:
         saved = json.loads(file.readline())
-        if saved["format"] != STREAM or saved["version"] not in STREAM_VERSIONS:
+        if (saved["format"], saved["version"]) != (STREAM, STREAM_VERSION):
             raise ValueError(f"format {saved['format']!r}, version {saved['version']!r}")
         for name, value in self._options().items():
             if saved["options"][name] != value:
@@ -356,21 +348,16 @@ class Session(Rows):
             self.source.names = list(names)
             self.source.check_names()
         self.headed = bool(saved["headed"])
-        if saved["version"] == 2:
-            held = {key: list(chain(*columns)) for key, columns in saved["series"].items()}
-            keys, rows = len(held), iter(held.items())
-        else:
-            keys, rows = saved["keys"], map(json.loads, file)
-        for key, averages in rows:
+        for key, averages in map(json.loads, file):
             self.averages.restore(key, averages)
-        if len(self.averages) != keys:
-            raise ValueError(f"expected {keys} keys, got {len(self.averages)}")
+        if len(self.averages) != saved["keys"]:
+            raise ValueError(f"expected {saved['keys']} keys, got {len(self.averages)}")
 
     def save(self, path: Path) -> None:
         """Write the state, whole or not at all: a line about all keys, then one for each."""
         state = {
             "format": STREAM,
-            "version": STREAM_VERSIONS[-1],
+            "version": STREAM_VERSION,
             "options": self._options(),
             "names": self.source.names,
             "headed": self.headed,

@@ -19,11 +19,12 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
+from typing import Self
 
 import numpy as np
 
 from tailavg.core.decay import Decay, Reading
-from tailavg.core.equation import join
+from tailavg.core.equation import split
 from tailavg.core.rules import (
     AnyTail,
     AnytimeWindow,
@@ -117,6 +118,13 @@ class Clock(ABC):
     def __init__(self, rule: Rule) -> None:
         self.rule = rule
         self.restore(0, [], 0)
+
+    def copy(self) -> Self:
+        """Return a clock at the same step."""
+        copy = object.__new__(type(self))
+        for name in (*Clock.__slots__, *type(self).__slots__):
+            setattr(copy, name, getattr(self, name))
+        return copy
 
     @property
     def starts(self) -> list[int]:
@@ -307,22 +315,20 @@ class BlockClock(Clock):
             >>> from tailavg import AnytimeWindow
             >>> clock = BlockClock(AnytimeWindow(100))
             >>> clock.restore(110, [0, 50, 100], folded=100)
-            >>> clock.terms()
-            [(0.29708629022101113, 0), (0.585761424815824, 1), (0.01171522849631648, -1)]
+            >>> [(round(weight, 6), block) for weight, block in clock.terms()]
+            [(0.297086, 0), (0.585761, 1), (0.011715, -1)]
         """
         t, blocks = self.count, self.blocks
         asked = window_of(self.rule, window, t)
         if isinstance(asked, Decay):
             return self._decayed(asked)
-        oldest, since, _ = self.split(asked)
-        old = since - blocks[oldest] if oldest >= 0 else 0
-        g = join(old, t - since, asked.size(t)) if old else 0.0
-        each = (1.0 - g) / (t - since)  # the weight of each sample since
-        found = [(g, oldest)] if g else []
-        for block, (start, end) in enumerate(pairwise([*blocks, self.folded])):
-            if start >= since and end > start:
-                found.append((each * (end - start), block))
-        return [*found, (each, SUM)] if t > self.folded else found
+        ends = [*blocks[1:], t]
+        sizes = [end - start for start, end in zip(blocks, ends, strict=True)]
+        first, each, of_old = split(sizes, asked.size(t))
+        sizes[-1] -= t - self.folded  # of the open block, those in its mean
+        terms = [(of_old, first - 1)] if of_old else []
+        terms += [(each * sizes[i], i) for i in range(first, len(sizes)) if sizes[i]]
+        return [*terms, (each, SUM)] if t > self.folded else terms
 
     def _decayed(self, decay: Decay) -> list[tuple[float, int]]:
         """As `terms`: each block has its weight, the open one that of its mean and of its sum."""

@@ -1,54 +1,79 @@
 """The equation of the paper: the weight of old samples beside new ones. All weights come from here.
 
-`root` solves it, `join` makes it total, `read` folds it over blocks of samples.
+`weights` solves it for two groups of samples. Numbers, arrays, traced values and compiled loops all
+call it, and differ only in the square root they pass. `split` and `read` apply it to blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["join", "read", "root"]
+__all__ = ["read", "split", "square_root", "weights"]
 
 
-def root(old: Any, new: Any, excess: Any) -> Any:
-    """The smaller root g of g²/old + (1-g)²/new = 1/k, where k = old + new - excess.
+def weights(old: Any, new: Any, excess: Any, sqrt: Callable[[Any], Any] = math.sqrt) -> Any:
+    """Return the weight of each of `new` samples, and of the mean of `old` samples before them.
 
-    With this weight on a mean of `old` samples, beside a mean of `new` fresher ones, the variance
-    is that of k samples, and the old ones weigh as little as that allows.
+    The result has the variance of k = old + new - excess samples, with as little weight g on the
+    old mean as possible: g is the smaller root of g²/old + (1-g)²/new = 1/k. An excess of 0 weighs
+    all samples the same. There is at least one new sample, and `new` is below k unless `old` is 0.
+
+    With q² = old excess / (k new), g is (old - q new) / (old + new), and each new sample has the
+    weight (1 + q) / (old + new). In the latter nothing cancels, so single precision is enough.
+
+    Examples:
+        >>> each, of_old = weights(100, 50, excess=50)
+        >>> round(each * 50, 6), round(of_old, 6)
+        (0.666667, 0.333333)
+        >>> weights(2, 2, excess=0)
+        (0.25, 0.5)
     """
     total = old + new
-    return (old - (old * new * excess / (total - excess)) ** 0.5) / total
+    q = sqrt(old * excess / ((total - excess) * new))
+    inverse = 1.0 / total
+    return (1.0 + q) * inverse, (old - q * new) * inverse
 
 
-def join(old: Any, new: Any, k: Any) -> Any:
-    """The weight of a mean of `old` samples beside a mean of `new` fresher ones, for any counts.
-
-    Where there are no k samples yet, k is what there is (all weigh the same); where the new ones
-    suffice, the old ones weigh nothing. Numbers or arrays: plain arithmetic, no branch.
-
-    Examples:
-        >>> join(100, 50, 100), join(30, 10, 100), join(100, 100, 100)
-        (0.3333333333333333, 0.75, 0.0)
-    """
-    excess = old + new - k
-    return abs((new < k) * root(old, new, (excess > 0) * excess))  # 0.0, not -0.0
+def square_root(x: Any) -> Any:
+    """Return the square root of a number, an array, a tensor or a traced value."""
+    return math.sqrt(x) if isinstance(x, int | float) else x**0.5
 
 
-def read(sizes: Sequence[Any], k: Any) -> list[Any]:
-    """The weights of the means of consecutive blocks of `sizes` samples, oldest first.
+def split(sizes: Sequence[int], k: float) -> tuple[int, float, float]:
+    """Return how to read the mean of k samples from consecutive blocks of `sizes`, oldest first.
 
-    A fold of `join`, newest first. Blocks count in full while they total less than k; the one
-    that completes k gets what the variance asks; anything older gets 0.
+    The newest blocks count in full while they hold fewer than k samples. The block before them gets
+    what the variance asks for. Older blocks have no weight. Empty blocks come first.
+
+    Returns:
+        The index of the first block that counts in full, the weight of each sample from there on,
+        and the weight of the mean of the block before it, which is 0 if it is not needed.
 
     Examples:
-        >>> read([100, 40, 10], k=100)
-        [0.3333333333333333, 0.5333333333333334, 0.13333333333333333]
+        >>> first, each, of_old = split([100, 40, 10], k=100)
+        >>> first, round(each * 50, 6), round(of_old, 6)
+        (1, 0.666667, 0.333333)
     """
-    weights: list[Any] = []
-    newer = 0
-    for size in reversed(sizes):
-        g = join(size, newer, k)
-        weights = [g, *(weight * (1.0 - g) for weight in weights)]
-        newer += size
-    return weights
+    first = len(sizes) - 1
+    old, new = 0, sizes[first]
+    while first and sizes[first - 1] and new < k:
+        old = sizes[first - 1]
+        if old + new >= k:
+            break
+        first, old, new = first - 1, 0, old + new
+    each, of_old = weights(old, new, max(0.0, old + new - k))
+    return first, each, of_old
+
+
+def read(sizes: Sequence[int], k: float) -> list[float]:
+    """Return the weights of the means of consecutive blocks of `sizes` samples, oldest first.
+
+    Examples:
+        >>> [round(weight, 6) for weight in read([100, 40, 10], k=100)]
+        [0.333333, 0.533333, 0.133333]
+    """
+    first, each, of_old = split(sizes, k)
+    older = [0.0] * (first - 1) + [of_old] if first else []
+    return older + [each * size for size in sizes[first:]]

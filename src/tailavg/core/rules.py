@@ -25,7 +25,7 @@ from typing import Any, Literal
 import numpy as np
 
 from tailavg.core.decay import Decay, Reading
-from tailavg.core.equation import root
+from tailavg.core.equation import square_root, weights
 from tailavg.core.windows import (
     NEVER,
     TIE,
@@ -139,7 +139,7 @@ class Exponential(OfWindow):
             >>> [round(Exponential(0.5).decay(t), 3) for t in (1, 2, 10, 100, 1000)]
             [0.0, 0.0, 0.696, 0.966, 0.997]
         """
-        return abs(root(*self._joined(t)))
+        return abs(self._joined(t)[1])
 
     def weight(self, t: Any) -> Any:
         """The weight of sample t when it comes, 1 - decay(t), with its digits in float32, too.
@@ -148,14 +148,14 @@ class Exponential(OfWindow):
             >>> [round(Exponential(0.5).weight(t), 3) for t in (1, 2, 10, 100, 1000)]
             [1.0, 1.0, 0.304, 0.034, 0.003]
         """
-        old, new, excess = self._joined(t)
-        # the larger root for the new mean: the two add up to 2 new / (old + new)
-        return 2.0 * new / (old + new) - root(new, old, excess)
+        return self._joined(t)[0]
 
-    def _joined(self, t: Any) -> tuple[Any, float, Any]:
-        """What `root` takes: n_{t-1}, 1, and their excess over n_t, in which n_t would cancel."""
+    def _joined(self, t: Any) -> Any:
+        """The weights of sample t and of the average before it."""
         before = self.window.size(t - 1)
-        return smaller(t - 1, before), 1.0, (t - 1 >= before) * (1.0 - self.window.growth(t))
+        # their excess over n_t, in which n_t would cancel
+        excess = (t - 1 >= before) * (1.0 - self.window.growth(t))
+        return weights(smaller(t - 1, before), 1.0, excess, square_root)
 
 
 @dataclass(frozen=True)

@@ -34,50 +34,33 @@ from tailavg.experiments.regression import (
     turns,
 )
 from tailavg.experiments.run import Result
+from tailavg.style import (
+    BLUE,
+    GREEN,
+    INK,
+    LOOK,
+    ORANGE,
+    PAPER,
+    PINK,
+    VERMILION,
+    write_figure,
+)
 
 __all__ = ["Figure", "inline", "make", "mean", "samples_touched", "save"]
 
-INK, PAPER = "#1b1b1c", "#fefeff"
-"""Distinct from all other colours, so that the report can replace them by the page's own."""
-
-STYLES: dict[str, dict[str, Any]] = {  # Okabe and Ito's colours, and different dashes
+STYLES: dict[str, dict[str, Any]] = {
     "true": {"color": INK, "linewidth": 4.5, "alpha": 0.3},
-    "raw": {"color": "#e69f00", "linestyle": (0, (1, 1))},
-    "exp": {"color": "#d55e00", "linestyle": "--", "zorder": 3},
-    "awa": {"color": "#0083cc", "linestyle": "-"},
-    "awa3": {"color": "#009e73", "linestyle": "-."},
+    "raw": {"color": ORANGE, "linestyle": (0, (1, 1))},
+    "exp": {"color": VERMILION, "linestyle": "--", "zorder": 3},
+    "awa": {"color": BLUE, "linestyle": "-"},
+    "awa3": {"color": GREEN, "linestyle": "-."},
 }
 TURNS = {"paper": "the paper's turns", "balanced": "balanced turns"}
-MEMORY_COLOURS = {2: "#e69f00", 3: "#d55e00", 4: "#cc79a7", 5: "#0083cc", 6: "#009e73"}
-
-TAIL_COLOURS = {
-    0.05: "#d55e00",
-    0.1: "#e69f00",
-    0.25: "#009e73",
-    0.5: "#0083cc",
-    1.0: "#cc79a7",
-}
+MEMORY_COLOURS = {2: ORANGE, 3: VERMILION, 4: PINK, 5: BLUE, 6: GREEN}
+TAIL_COLOURS = {0.05: VERMILION, 0.1: ORANGE, 0.25: GREEN, 0.5: BLUE, 1.0: PINK}
 """The tails drawn in colour; the others are grey."""
 
 RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-
-LOOK: dict[Any, Any] = {
-    "svg.hashsalt": "tailavg",  # the same file from the same data
-    "svg.fonttype": "none",
-    "font.size": 10,
-    "axes.titlesize": 11,
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": "#8888884d",
-    "grid.linewidth": 0.6,
-    "legend.frameon": False,
-    "lines.linewidth": 1.6,
-    **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), PAPER),
-    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor"), INK),
-    **dict.fromkeys(("xtick.color", "ytick.color"), INK),
-}
 
 
 @dataclass(frozen=True)
@@ -386,8 +369,9 @@ def save(figure: Figure, folder: Path) -> list[Path]:
     paths = [folder / f"{figure.name}.{kind}" for kind in ("svg", "png")]
     with mpl.rc_context(LOOK):
         canvas = _draw(figure)
-        canvas.savefig(paths[0], metadata={"Date": None})
-        canvas.savefig(paths[1], metadata={"Software": None}, dpi=150)
+        for path in paths:
+            with path.open("wb") as file:
+                write_figure(canvas, file, path.suffix[1:])
     return paths
 
 

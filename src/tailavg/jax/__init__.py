@@ -8,7 +8,7 @@ state = average.update(state, params)    # in the jitted step
 average.value(state, like=params)        # for evaluation
 """
 
-from tailavg.core.extras import needs
+from tailavg.extras import needs
 
 with needs("jax"):
     from tailavg.jax.clock import TracedBlocks, TracedDecay, TracedTails

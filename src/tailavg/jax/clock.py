@@ -1,8 +1,10 @@
 """The clock of `tailavg.core.clock`, with traced fields.
 
-Windows and rules decide as everywhere; only their arithmetic differs. Steps are integers, of 32
-bits without x64, and turns fall on the same samples as in NumPy. Everything else is float32 without
-x64, so the weights of an exponential are computed from its excess.
+The windows and rules of core decide; only their arithmetic on traced steps is defined here. Steps
+are integers, of 32 bits without x64, and blocks turn at the same samples as in NumPy. An `AnyTail`
+looks its turns up in a table. A table would be too long for an `AnytimeWindow`: with three
+accumulators and a fraction c, it turns 2 / c times while the stream grows by a factor of e. Weights
+are float32 without x64.
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ import numpy.typing as npt
 from jax import Array
 
 from tailavg.core import clock as core
+from tailavg.core import equation
 from tailavg.core.clock import FOLD, SMALLEST
 from tailavg.core.decay import Decay
-from tailavg.core.equation import join
 from tailavg.core.rules import AnyTail, AnytimeWindow, Exponential
 from tailavg.core.windows import BITS, TIE, Fixed, Growing, Steps, Window, fraction
 
@@ -45,42 +47,40 @@ __all__ = [
 TracedRule = AnytimeWindow | Exponential | AnyTail
 """The rules that can be followed inside `jax.jit`."""
 
-_MOST_TURNS = 50_000  # of an AnyTail, in all the steps that an integer can count
+_MOST_TURNS = 50_000  # of an AnyTail, until the last step
 
 
 def _last() -> int:
+    """Return the last step that can be counted, which depends on x64."""
     return int(np.iinfo(jnp.result_type(int)).max)
 
 
 def _later(step: Array, n: int) -> Array:
-    """Add to a step; steps stop at the largest integer."""
+    """Return step + n, or the last step."""
     n = min(n, _last())
     return jnp.where(step > _last() - n, _last(), step + n)
 
 
 def _stretched(step: Array, ratio: int) -> Array:
-    """Long multiplication, in digits whose products fit an integer."""
+    """Return the first step that is not before `step` times `ratio` / 2⁶⁰, or the last step.
+
+    The product does not fit an integer, so each byte of `step` is multiplied separately: by the
+    whole part of the ratio at that byte, and by three digits of 20 bits of its fraction.
+    """
     last = _last()
-    if ratio >> BITS >= last:
-        return jnp.where(step > 0, last, 0)
-    bits, places = (12, 3) if last < 2**31 else (20, 4)
-    base = (1 << bits) - 1
-    digits = [ratio >> at & base for at in range(0, ratio.bit_length(), bits)]
-    steps = [step >> at & base for at in range(0, bits * places, bits)]
-    carry: Any = 0
-    product = []
-    for at in range(len(digits) + places):
-        carry = carry + sum(
-            digit * steps[at - i] for i, digit in enumerate(digits) if 0 <= at - i < places
-        )
-        product.append(carry & base)
-        carry = carry >> bits
-    fraction, integer = product[: BITS // bits], product[BITS // bits :]
-    most = last >> bits * (places - 1)  # the first digit of the last step
-    beyond = (integer[places - 1] > most) | (sum(integer[places:]) > 0)
-    found = sum(digit << bits * i for i, digit in enumerate(integer[: places - 1]))
-    found = found + ((integer[places - 1] & most) << bits * (places - 1))
-    return jnp.where(beyond, last, jnp.where(sum(fraction) > 0, _later(found, 1), found))
+    whole: Any = 0
+    digits: list[Any] = [0, 0, 0]
+    for at in range(0, last.bit_length(), 8):
+        byte, shifted = step >> at & 255, ratio << at
+        whole = whole + byte * min(shifted >> BITS, last)
+        digits = [
+            digit + byte * (shifted >> 20 * place & (1 << 20) - 1)
+            for place, digit in enumerate(digits)
+        ]
+    carry = 0
+    for digit in digits:  # the lowest first; each is rounded up
+        carry = -(-(digit + carry) >> 20)
+    return jnp.where(step > (last << BITS) // ratio, last, whole + carry)
 
 
 TRACED = Steps(_last, _later, jnp.maximum, jnp.where, _stretched)
@@ -94,16 +94,16 @@ class _TracedGrowing(Growing):
     steps: ClassVar[Steps] = TRACED
 
     def size(self, t: Any) -> Any:
-        """k_t, for traced steps."""
+        """Return k_t."""
         over, under, exact = self.ratio
         k = jnp.asarray(over * t / under)
-        return _whole(k, exact).clip(1.0, self.most)
+        return _near_integer(k, exact).clip(1.0, self.most)
 
     def growth(self, t: Any) -> Any:
-        """k_t - k_{t-1}, for traced steps.
+        """Return k_t - k_{t-1}.
 
-        Once single precision cannot tell the two sizes apart, only the step knows: the window grows
-        by c until it has its cap, and by what is left to the cap at that step.
+        Single precision cannot tell large sizes apart, so the growth follows from the step: it is c
+        before the window reaches its cap, and the remainder at the step where it does.
         """
         k, before = self.size(t), self.size(t - 1)
         growth = jnp.where(before > 1.0, self.c, k - before)
@@ -115,11 +115,10 @@ class _TracedGrowing(Growing):
         return jnp.where(t < capped, growth, jnp.where(t == capped, left, 0.0))
 
 
-def _whole(k: Array, exact: bool = False) -> Array:
-    """A size, or the whole number that it misses by rounding.
+def _near_integer(k: Array, exact: bool = False) -> Array:
+    """Return the integer next to k if k misses it by rounding only, else k.
 
-    XLA may multiply by 1 / q instead of dividing by q, and miss an integer by the last digit.
-    Single precision misses it by more.
+    XLA may multiply by 1 / q instead of dividing by q, and so miss an integer by the last digit.
     """
     tie = 4e-7 if k.dtype == np.float32 else 2.0**-52 if exact else float(TIE)
     off = k.round() - k
@@ -128,7 +127,7 @@ def _whole(k: Array, exact: bool = False) -> Array:
 
 @lru_cache
 def traced_window(window: Window) -> Window:
-    """The same window, for traced steps."""
+    """Return the same window, for traced steps."""
     if isinstance(window, Fixed):
         return _TracedFixed(window.k)
     return _TracedGrowing(window.c, window.at_most)
@@ -136,14 +135,14 @@ def traced_window(window: Window) -> Window:
 
 @lru_cache
 def traced_decay(decay: Decay) -> Decay:
-    """The same decay, for traced steps."""
-    found = copy(decay)  # not made anew: its function was checked, which cannot be done inside jit
-    object.__setattr__(found, "window", traced_window(decay.window))
-    return found
+    """Return the same decay, for traced steps."""
+    traced = copy(decay)  # the constructor checks the function, which is impossible inside jit
+    object.__setattr__(traced, "window", traced_window(decay.window))
+    return traced
 
 
 def traced_size(window: Any, t: Array) -> Array:
-    """k_t of a window that is an array: the last so many, or the last fraction; NaN for others."""
+    """Return k_t of a count or a fraction that is an array; NaN if it is out of range."""
     window = jnp.asarray(window)
     real: Any = jnp.result_type(float)
     if jnp.issubdtype(window.dtype, jnp.integer):
@@ -151,36 +150,32 @@ def traced_size(window: Any, t: Array) -> Array:
     if not jnp.issubdtype(window.dtype, jnp.floating):
         raise TypeError(f"window: expected an array of whole or real numbers, got {window.dtype}")
     c = window.astype(real)
-    return jnp.where((c > 0) & (c <= 1), jnp.maximum(_whole(c * t), 1.0), jnp.nan)
+    return jnp.where((c > 0) & (c <= 1), jnp.maximum(_near_integer(c * t), 1.0), jnp.nan)
 
 
 class _TracedTail(AnyTail):
-    """An `AnyTail` that looks up what it would have to search for, since steps are traced.
-
-    When blocks are closed, and which are merged, follows from the count alone: the clock of core
-    goes through all steps once. There are a few hundred turns, since blocks grow with the stream.
-    """
+    """An `AnyTail` that looks up its turns, which depend on the step alone."""
 
     def closes(self, starts: Any) -> Any:
-        """The step after which the open block takes no more samples."""
-        ends, _ = _turns(self, _last())
-        return jnp.asarray(ends)[self._turn(starts[-1])]
+        """Return the step after which the open block takes no more samples."""
+        return self._turn(starts)[0]
 
     def gone(self, starts: Any) -> Any:
-        """The block that makes room when the open one is closed; if it is not 0, it is merged."""
-        _, gone = _turns(self, _last())
-        return jnp.asarray(gone)[self._turn(starts[-1])]
+        """Return the block that makes room when the open one is closed; 0 if none is merged."""
+        return self._turn(starts)[1]
 
-    def _turn(self, start: Any) -> Any:
-        """How many blocks were closed before the one with this start."""
-        ends, _ = _turns(self, _last())
-        return (jnp.asarray(ends) <= start).sum()
+    def _turn(self, starts: Any) -> tuple[Array, Array]:
+        ends, gone = map(jnp.asarray, _turns(AnyTail(self.accumulators, self.shortest), _last()))
+        closed = (ends <= starts[-1]).sum()
+        return ends[closed], gone[closed]
 
 
 @lru_cache
 def _turns(rule: AnyTail, last: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """The steps at which blocks are closed, and the block that then makes room."""
-    rule = AnyTail(rule.accumulators, rule.shortest)
+    """Return the steps at which blocks are closed, and the block that then makes room.
+
+    There are a few hundred turns, since blocks grow with the stream.
+    """
     clock = core.BlockClock(rule)
     ends, gone = [], []
     while clock.closes < last:
@@ -198,7 +193,7 @@ def _turns(rule: AnyTail, last: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]
 
 @lru_cache
 def traced(rule: Any) -> Any:
-    """The same rule, for traced steps."""
+    """Return the same rule, for traced steps."""
     if isinstance(rule, AnyTail):
         return _TracedTail(rule.accumulators, rule.shortest)
     if isinstance(rule, Exponential):
@@ -207,7 +202,7 @@ def traced(rule: Any) -> Any:
 
 
 def size_at(rule: TracedRule, t: Any) -> Any:
-    """k_t; of an `AnyTail`, which has no window, that of the shortest it may be read with."""
+    """Return k_t; of an `AnyTail`, the size of the shortest window that it can be read with."""
     return rule.shortest * t if isinstance(rule, AnyTail) else rule.size(t)
 
 
@@ -233,16 +228,16 @@ class Step(NamedTuple):
 
 
 class Merge(NamedTuple):
-    """How two blocks become one, to make room."""
+    """How to merge two blocks, to make room for another."""
 
     merges: Array
-    """Whether they do."""
+    """Whether to merge."""
     source: Array
-    """The place of the mean that goes."""
+    """The place of the newer mean, which becomes free."""
     target: Array
-    """The place of the mean that it joins."""
+    """The place of the older mean, which becomes the joint mean."""
     weight: Array
-    """Its weight in the joint mean."""
+    """The weight of the newer mean in the joint mean."""
 
 
 class TracedBlocks(NamedTuple):
@@ -253,14 +248,14 @@ class TracedBlocks(NamedTuple):
     starts: Array
     """How many samples came before each block, oldest first; unused blocks come first, at 0."""
     places: Array
-    """Where the mean of each block is held."""
+    """The place of the mean of each block."""
 
     def serves(self, rule: TracedRule) -> bool:
-        """Whether a rule of this kind, with as many accumulators, may use this clock."""
+        """Return whether this is a clock of such a rule, with as many accumulators."""
         return isinstance(rule, AnytimeWindow) and rule.accumulators == len(self.starts)
 
     def step(self, rule: Any, t: Array) -> tuple[Step, TracedBlocks]:
-        """What to do with the sample after step t, and the clock after it."""
+        """Return what to do with the sample after step t, and the clock after that sample."""
         starts, places = self.starts, self.places
         closed = t >= rule.closes(list(starts))
         rest, size = t - self.folded, t - starts[-1]
@@ -298,9 +293,9 @@ class TracedBlocks(NamedTuple):
         return step, clock
 
     def weights(self, t: Array, k: Array | Decay) -> tuple[Array, Array]:
-        """The weights of the means, each in its place, and of the sum, at step t.
+        """Return the weights of the means, by place, and of the sum, at step t.
 
-        k is the size of the window, or a decay over one.
+        k is the size of the window, or a decay.
         """
         starts, places = self.starts, self.places
         t = jnp.maximum(t, 1)  # at step 0 the sum is the tree given to `init`, as one sample
@@ -311,33 +306,43 @@ class TracedBlocks(NamedTuple):
             weights = k.of_ages(
                 (t - ends).astype(real), (t - starts).astype(real), most.astype(real), jnp
             )
-        else:  # `tailavg.core.equation.read`, of all blocks at once
-            # the product of two integer counts could overflow
-            old = join((ends - starts).astype(real), (t - ends).astype(real), k)
-            weights = old * jnp.append(1.0, jnp.cumprod(1.0 - old)[:-1])
+        else:
+            sizes, newer = (ends - starts).astype(real), (t - ends).astype(real)
+            weights = _read(sizes, newer, k)
         of_sum = weights[-1] / (t - starts[-1])
         weights = jnp.append(weights[:-1], of_sum * (self.folded - starts[-1]))
         in_place = places[:, None] == jnp.arange(len(starts))
         return jnp.where(in_place, weights[:, None], 0.0).sum(axis=0), of_sum
 
     def carry(self, rule: TracedRule) -> Any:
-        """What an error of the open block's mean is multiplied by in the sum."""
+        """Return the factor of an error of the open block's mean in the sum."""
         return int(self.folded - self.starts[-1])
 
     def blocks(self, t: int) -> tuple[list[int], list[int]]:
-        """The starts of the blocks at step t, oldest first, and the places of their means."""
+        """Return the starts of the blocks at step t and the places of their means, oldest first."""
         starts = [int(start) for start in self.starts]
-        held = [i for i, (start, end) in enumerate(pairwise([*starts, t])) if start < end]
-        return [starts[i] for i in held], [int(self.places[i]) for i in held]
+        used = [i for i, (start, end) in enumerate(pairwise([*starts, t])) if start < end]
+        return [starts[i] for i in used], [int(self.places[i]) for i in used]
+
+
+def _read(sizes: Array, newer: Array, k: Array) -> Array:
+    """Do `tailavg.core.equation.read` for traced blocks, each followed by `newer` samples."""
+    places = jnp.arange(len(sizes))
+    # the oldest block that has a weight; beside it, the newest block always counts in full
+    oldest = jnp.minimum((newer >= k).sum(), len(sizes) - 2)
+    old, new = sizes[oldest], newer[oldest]
+    old = jnp.where(new < k, old, 0.0)
+    each, of_old = equation.weights(old, new, jnp.maximum(0.0, old + new - k), jnp.sqrt)
+    return jnp.where(places > oldest, each * sizes, jnp.where(places == oldest, of_old, 0.0))
 
 
 class TracedTails(TracedBlocks):
-    """The same fields of an `AnyTail`, which is read with any window."""
+    """The clock of an `AnyTail`, which is read with any window."""
 
     __slots__ = ()
 
     def serves(self, rule: TracedRule) -> bool:
-        """Whether a rule of this kind, with as many accumulators, may use this clock."""
+        """Return whether this is a clock of such a rule, with as many accumulators."""
         return isinstance(rule, AnyTail) and rule.accumulators == len(self.starts)
 
 
@@ -354,11 +359,11 @@ class TracedDecay(NamedTuple):
     """The logarithm of G at the last of them."""
 
     def serves(self, rule: TracedRule) -> bool:
-        """Whether a rule of this kind, with as many accumulators, may use this clock."""
+        """Return whether this is a clock of such a rule, with as many accumulators."""
         return isinstance(rule, Exponential)
 
     def step(self, rule: Exponential, t: Array) -> tuple[Step, TracedDecay]:
-        """What to do with the sample after step t, and the clock after it."""
+        """Return what to do with the sample after step t, and the clock after that sample."""
         weight = jnp.asarray(rule.weight(t + 1))
         decayed = self.decayed + jnp.log1p(-weight)
         rest = t - self.folded
@@ -384,21 +389,21 @@ class TracedDecay(NamedTuple):
         return step, clock
 
     def weights(self, t: Array, k: Array) -> tuple[Array, Array]:
-        """The weights of the mean and of the sum."""
+        """Return the weights of the mean and of the sum."""
         return (1.0 - self.share)[None], self.share / self.total
 
     def carry(self, rule: TracedRule) -> Any:
-        """What an error of the mean is multiplied by in the sum."""
+        """Return the factor of an error of the mean in the sum."""
         assert isinstance(rule, Exponential)
         return float(rule.decay(int(self.folded) + 1))
 
     def blocks(self, t: int) -> tuple[list[int], list[int]]:
-        """The start of the one block, and the place of its mean."""
+        """Return the start of the only block, and the place of its mean."""
         return ([0], [0]) if t else ([], [])
 
 
 def first_clock(rule: TracedRule) -> TracedBlocks | TracedDecay:
-    """The clock before the first sample: the sum is the tree given to `init`."""
+    """Return the clock before the first sample: the sum is the tree given to `init`."""
     integer: Any = jnp.result_type(int)
     real: Any = jnp.result_type(float)
     if isinstance(rule, Exponential):
@@ -417,11 +422,11 @@ def first_clock(rule: TracedRule) -> TracedBlocks | TracedDecay:
 
 
 def restored(clock: core.Clock) -> dict[str, Any]:
-    """The fields of a traced clock at the same step, with means in the places of `first_clock`."""
+    """Return the fields of a traced clock at the same step, with the places of `first_clock`."""
     if not isinstance(clock, core.DecayClock):
         return {"folded": clock.folded, "starts": clock.blocks}
     of_mean, of_sum = clock.weights()
-    found: dict[str, Any] = {"folded": clock.folded, "share": 1.0 - of_mean}
+    fields: dict[str, Any] = {"folded": clock.folded, "share": 1.0 - of_mean}
     if of_sum:
-        found |= {"total": (1.0 - of_mean) / of_sum, "decayed": math.log(of_sum)}
-    return found
+        fields |= {"total": (1.0 - of_mean) / of_sum, "decayed": math.log(of_sum)}
+    return fields

@@ -1,12 +1,12 @@
-"""How sums are folded into means, in arrays, in place.
+"""The arithmetic on arrays: sums are merged into means ("folded") and weighted, in-place.
 
-A large leaf has a sum and a stack of means, sharded like the leaf. The means of small leaves lie
-side by side in one array for each dtype, a `Bundle`: a program takes as long to compile, and to
-call, as it has arrays, and a fold of a bundle is one operation, however many leaves it has.
+A large leaf has a sum and a stack of means, sharded like the leaf. The means of small leaves share
+one array for each dtype, a `Bundle`: the time to compile and to call a program grows with its
+number of arrays, and a bundle is folded by one operation, however many leaves it has.
 
-XLA works in place only if an array that changes is read in its own shape, and a slice of it with
-its first axis, where it is written. So a fold changes the means first, and the sums from the means
-as they are then: the barrier between the two keeps the order.
+XLA works in-place only if an array that changes is read in its own shape, and a slice of it with
+its first axis, where it is written. So a fold changes the means first, and then computes the new
+sums from the new means; an optimization barrier keeps this order.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from tailavg.jax.clock import Merge, Step
 
 __all__ = [
+    "Accumulators",
     "Bundle",
-    "Held",
     "combined",
+    "concatenated",
     "cut",
-    "flat",
-    "folded",
-    "hosted",
-    "near",
+    "fold_if_due",
+    "on_device",
+    "on_host",
     "starts_of",
     "times",
-    "weighed",
+    "weighted",
 ]
 
 
@@ -44,13 +44,13 @@ class Bundle(NamedTuple):
     """The means of small leaves, side by side."""
 
     means: Array
-    """Of each block, the means of all leaves."""
+    """For each block, the means of all leaves."""
     errors: Array
-    """What the last fold rounded off the mean of the open block."""
+    """The rounding error of the last fold into the mean of the open block."""
 
 
-class Held(NamedTuple):
-    """What is folded: large leaves one by one, and bundles of small ones."""
+class Accumulators(NamedTuple):
+    """The sums and means of large leaves, and of bundles of small ones."""
 
     means: list[Array]
     sums: list[Array]
@@ -59,47 +59,47 @@ class Held(NamedTuple):
     """The sums of the leaves in each bundle."""
 
 
-def folded(step: Step, held: Held) -> Held:
-    """Fold the sums into the means if that is due, and begin new sums."""
-    merge, weight = step.merge, step.weight
-    into = step.slot, 1.0 / step.total, jnp.asarray(weight)
+def fold_if_due(step: Step, before: Accumulators) -> Accumulators:
+    """Merge the sums into the means if that is due, and start new sums."""
+    merge, weight = step.merge, jnp.asarray(step.weight)
+    slot, scale = step.slot, 1.0 / step.total
     # the joint mean is m + w (own - m), so that is w / (1 - w) (own - joint mean) more than m
     ratio = weight / jnp.where(step.carries, 1.0 - weight, 1.0)
     carry = jnp.where(step.carries, step.carry, 0)
 
     def fold(means: Any, sums: Any, bundles: Any, small: Any) -> Any:
-        means = [_joint(*pair, *into) for pair in _pairs(means, sums)]
-        means, sums = _then(means, sums)
-        sums = [_begun(*pair, *into, ratio, carry, merge) for pair in _pairs(means, sums)]
-        bundles = {name: bundled(bundles[name], flat(small[name])) for name in bundles}
+        means = [_joint(*pair, slot, scale, weight) for pair in _pairs(means, sums)]
+        means, sums = _in_order(means, sums)
+        sums = [_new_sum(*pair, slot, scale, ratio, carry, merge) for pair in _pairs(means, sums)]
+        bundles = {name: bundled(bundles[name], concatenated(small[name])) for name in bundles}
         return means, sums, bundles, jnp.array(True)
 
     def bundled(bundle: Bundle, total: Array) -> Bundle:
-        error = near(bundle.errors)
-        means = _joint(bundle.means, total, *into, error)
-        means, total, error = _then(means, total, error)
-        rest = _rest(means, total, *into, ratio, error)
-        return Bundle(means, _as(bundle.errors, _finite(_unless(~step.carries, rest))))
+        error = on_device(bundle.errors)
+        means = _joint(bundle.means, total, slot, scale, weight, error)
+        means, total, error = _in_order(means, total, error)
+        lost = _rounding_error(means, total, slot, scale, ratio, error)
+        return Bundle(means, _placed_like(bundle.errors, _finite(_zero_if(~step.carries, lost))))
 
-    # The flag is known only when all is read: what waits for it may change the small sums in place.
+    # `done` is known only after all sums are read, so the small sums can then change in-place.
     means, sums, bundles, done = lax.cond(
         step.folds,
         fold,
         lambda means, sums, bundles, _: (means, sums, bundles, jnp.array(False)),
-        *held,
+        *before,
     )
     small = {
-        name: [_unless(done, total) for total in totals] for name, totals in held.small.items()
+        name: [_zero_if(done, total) for total in totals] for name, totals in before.small.items()
     }
     if merge is not None:
 
         def merged(means: Any, sums: Any, bundles: Any) -> Any:
-            one = merge.merges.astype(float)  # not a constant, which XLA would do without
+            one = merge.merges.astype(float)  # XLA would optimize a constant away
             into = merge.target, one, merge.weight
             means = [_joint(*pair, *into) for pair in _pairs(means, sums)]
-            # zeros, from both: they wait for the means, and are written where the sums are
+            # zeros, computed from both: after the means, and in-place of the sums
             sums = [
-                _unless(merge.merges, lax.add(total, _mean(mean, merge.target)))
+                _zero_if(merge.merges, lax.add(total, _mean(mean, merge.target)))
                 for mean, total in _pairs(means, sums)
             ]
             bundles = {
@@ -111,9 +111,9 @@ def folded(step: Step, held: Held) -> Held:
             return means, sums, bundles
 
         means, sums, bundles = lax.cond(
-            merge.merges & done, merged, lambda *held: held, means, sums, bundles
+            merge.merges & done, merged, lambda *same: same, means, sums, bundles
         )
-    return Held(means, sums, bundles, small)
+    return Accumulators(means, sums, bundles, small)
 
 
 # These two are traced once for all leaves of a shape.
@@ -123,11 +123,11 @@ def folded(step: Step, held: Held) -> Held:
 def _joint(
     means: Array, total: Array, slot: Any, scale: Any, weight: Any, error: Array | None = None
 ) -> Array:
-    """The means, with a sum joined to one of them; a weight of 1 forgets that one.
+    """Return the means, with a sum merged into one of them; a weight of 1 replaces that one.
 
-    Its error is what it lacks.
+    `error` is the rounding error of that mean.
     """
-    mean = _unless(weight >= 1.0, _row(means, slot))
+    mean = _zero_if(weight >= 1.0, _row(means, slot))
     own = lax.expand_dims(times(scale, total), (0,))
     change = times(weight, lax.sub(own, _finite(mean)))
     if error is not None:
@@ -136,36 +136,23 @@ def _joint(
 
 
 @functools.partial(jax.jit, inline=True)
-def _begun(
-    means: Array,
-    total: Array,
-    slot: Any,
-    scale: Any,
-    weight: Any,
-    ratio: Any,
-    carry: Any,
-    merge: Merge | None,
+def _new_sum(
+    means: Array, total: Array, slot: Any, scale: Any, ratio: Any, carry: Any, merge: Merge | None
 ) -> Array:
-    """The new sum: what the fold rounded off, times `carry`.
+    """Return the new sum: the rounding error of the fold, times `carry`.
 
-    If blocks are to be merged, the mean that goes: it needs a place, and the sum is empty.
+    If blocks are to be merged, the sum is empty, and holds the mean that becomes free until then.
     """
-    begun = _finite(times(carry, _rest(means, total, slot, scale, weight, ratio)))
+    error = _finite(times(carry, _rounding_error(means, total, slot, scale, ratio)))
     if merge is None:
-        return begun
-    return lax.select(merge.merges, _mean(means, merge.source), begun)
+        return error
+    return lax.select(merge.merges, _mean(means, merge.source), error)
 
 
-def _rest(
-    means: Array,
-    total: Array,
-    slot: Any,
-    scale: Any,
-    _: Any,
-    ratio: Any,
-    error: Array | None = None,
+def _rounding_error(
+    means: Array, total: Array, slot: Any, scale: Any, ratio: Any, error: Array | None = None
 ) -> Array:
-    """What a joint mean lacks, since it is rounded."""
+    """Return the rounding error of a joint mean."""
     mean = _mean(means, slot)
     change = times(ratio, lax.sub(times(scale, total), mean))
     if error is not None:
@@ -178,28 +165,28 @@ def _pairs(means: list[Array], sums: list[Array]) -> Iterable[tuple[Array, Array
     return zip(means, sums, strict=True)
 
 
-def _then(*arrays: Any) -> Any:
-    """The same; what is computed from them waits until all are known."""
+def _in_order(*arrays: Any) -> Any:
+    """Return the arrays. What is computed from them waits until all are known."""
     return lax.optimization_barrier(arrays)  # type: ignore[no-untyped-call]
 
 
 def combined(
     of_means: Array, means: Array, of_sum: Array | None = None, total: Array | None = None
 ) -> Array:
-    """The weighted sum of means, and of a sum if there is one."""
-    terms = [weighed(of_means[place], near(means[place])) for place in range(len(means))]
+    """Return the weighted sum of the means, and of the sum if there is one."""
+    terms = [weighted(of_means[place], on_device(means[place])) for place in range(len(means))]
     if of_sum is not None and total is not None:
-        terms.append(weighed(of_sum, total))
+        terms.append(weighted(of_sum, total))
     return functools.reduce(lax.add, terms)
 
 
-def weighed(weight: Array, part: Array) -> Array:
-    """A part times its weight. One without weight may be NaN, and is not read."""
-    return times(weight, _unless(weight == 0, part))
+def weighted(weight: Array, array: Array) -> Array:
+    """Return an array times its weight: zeros if the weight is 0, even if the array has NaNs."""
+    return times(weight, _zero_if(weight == 0, array))
 
 
-def flat(arrays: Sequence[Array]) -> Array:
-    """Arrays one after another, gathered: XLA would rather shard them like one of their leaves."""
+def concatenated(arrays: Sequence[Array]) -> Array:
+    """Return the concatenation of the arrays, unsharded: XLA would shard it like one of them."""
     rows = []
     for array in arrays:
         sharding = jax.typeof(array).sharding
@@ -214,15 +201,15 @@ def flat(arrays: Sequence[Array]) -> Array:
 
 
 def starts_of(shapes: Sequence[tuple[int, ...]]) -> list[Array]:
-    """Where each of the arrays begins that `flat` puts one after another."""
+    """Return where each array begins in the result of `concatenated`."""
     sizes = map(math.prod, shapes)
     return [jnp.uint32(start) for start in [*accumulate(sizes, initial=0)][:-1]]
 
 
 def cut(row: Array, starts: Sequence[Array], shapes: Sequence[tuple[int, ...]]) -> list[Array]:
-    """The arrays that `flat` put one after another.
+    """Undo `concatenated`.
 
-    If `starts` come out of a branch they are no constants, and XLA compiles one kernel for all
+    If `starts` come out of a branch they are not constants, and XLA compiles one kernel for all
     arrays of a shape.
     """
     return [
@@ -232,16 +219,16 @@ def cut(row: Array, starts: Sequence[Array], shapes: Sequence[tuple[int, ...]]) 
 
 
 def times(factor: Any, array: Array) -> Array:
-    """The product, in the array's precision.
+    """Return the product, in the array's precision.
 
-    The factor comes first, here as in all of this file: XLA compiles kernels anew whose operands
-    are the same in another order, and it sees a factor of several arrays first with the first.
+    The factor comes first, as everywhere in this file: XLA compiles a new kernel if the operands
+    are the same but in another order.
     """
     return lax.mul(lax.full_like(array, factor), array)
 
 
-def hosted(array: Array) -> Array:
-    """An array in the memory of the host; an error if the backend has none."""
+def on_host(array: Array) -> Array:
+    """Move an array to the memory of the host. Raise if the backend has none."""
     device = jax.devices()[0] if isinstance(array, jax.core.Tracer) else next(iter(array.devices()))
     kinds = [memory.kind for memory in device.addressable_memories()]
     if "pinned_host" not in kinds or not hasattr(jax, "memory"):
@@ -249,51 +236,51 @@ def hosted(array: Array) -> Array:
             f"offload: expected a backend with memory of the kind pinned_host, got {kinds} of "
             f"{device.platform} with JAX {jax.__version__}; leave out offload"
         )
-    found: Array = jax.device_put(array, jax.memory.Space.Host)
-    return found
+    moved: Array = jax.device_put(array, jax.memory.Space.Host)
+    return moved
 
 
-def _on_host(array: Any) -> bool:
+def _is_on_host(array: Any) -> bool:
     space = getattr(jax.typeof(array), "memory_space", None)
     return space is not None and bool(space == jax.memory.Space.Host)
 
 
-def near(array: Array) -> Array:
-    """An array in the memory of its device."""
-    return jax.device_put(array, jax.memory.Space.Device) if _on_host(array) else array
+def on_device(array: Array) -> Array:
+    """Move an array to the memory of its device."""
+    return jax.device_put(array, jax.memory.Space.Device) if _is_on_host(array) else array
 
 
-def _as(held: Array, array: Array) -> Array:
-    """An array in the memory in which another is."""
-    return jax.device_put(array, jax.memory.Space.Host) if _on_host(held) else array
+def _placed_like(other: Array, array: Array) -> Array:
+    """Move an array to the memory of another."""
+    return jax.device_put(array, jax.memory.Space.Host) if _is_on_host(other) else array
 
 
 def _row(means: Array, slot: Any) -> Array:
-    """One of the means, with its first axis."""
+    """Return one of the means, with its first axis."""
     start = _start(means, slot)
-    return near(lax.dynamic_slice(means, start, (1, *means.shape[1:])))
+    return on_device(lax.dynamic_slice(means, start, (1, *means.shape[1:])))
 
 
 def _mean(means: Array, slot: Any) -> Array:
-    """One of the means."""
+    """Return one of the means."""
     return lax.squeeze(_row(means, slot), (0,))
 
 
 def _updated(means: Array, mean: Array, slot: Any) -> Array:
-    return lax.dynamic_update_slice(means, _as(means, mean), _start(means, slot))
+    return lax.dynamic_update_slice(means, _placed_like(means, mean), _start(means, slot))
 
 
 def _start(means: Array, slot: Any) -> list[Any]:
-    """Where a mean begins. JAX asks of every signed index whether it is negative."""
+    """Return the index of a mean, unsigned: JAX checks whether a signed index is negative."""
     return [lax.convert_element_type(slot, np.uint32), *[np.uint32(0)] * (means.ndim - 1)]
 
 
-def _unless(flag: Array, array: Array) -> Array:
-    """Zeros if the flag is set, otherwise the array."""
+def _zero_if(flag: Array, array: Array) -> Array:
+    """Return zeros if the flag is set, otherwise the array."""
     return lax.select(flag, lax.full_like(array, 0), array)
 
 
 def _finite(array: Array) -> Array:
-    """The array, with 0 for what is not finite: inf - inf is NaN."""
+    """Return the array, with 0 for all that is not finite: inf - inf is NaN."""
     zeros = lax.full_like(array, 0)
     return lax.select(lax.eq(zeros, lax.sub(array, array)), array, zeros)

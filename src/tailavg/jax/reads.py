@@ -21,8 +21,8 @@ from tailavg.jax.clock import (
     traced_size,
     traced_window,
 )
-from tailavg.jax.folds import combined, cut, near, starts_of, weighed
-from tailavg.jax.states import Like, Tree, TreeState, aligned, beyond, parted
+from tailavg.jax.folds import combined, cut, on_device, starts_of, weighted
+from tailavg.jax.states import Like, Tree, TreeState, aligned, overflowed, split_leaves
 
 __all__ = [
     "Weights",
@@ -43,18 +43,15 @@ def value(state: TreeState, like: None = None, window: Reading | Array | None = 
 @overload
 def value(state: TreeState, like: Like, window: Reading | Array | None = None) -> Like: ...
 def value(state: TreeState, like: Tree = None, window: Reading | Array | None = None) -> Tree:
-    """The average, as a new tree; before the first update, the tree given to `init`.
-
-    It needs no rule: the state is enough.
+    """Return the average, as a new tree; before the first update, the tree given to `init`.
 
     Args:
         state: The state.
         like: A tree with the dtypes of the result, such as the parameters; by default the result
             has the dtypes of the accumulators.
         window: What to read an `AnyTail` with: a number, a window or a `Decay`; or an array of no
-            dimensions, which may be traced: whole numbers stand for the last so many, others
-            for the last fraction. Inside `jax.jit` nothing can raise, so a window that is too
-            short gives NaN.
+            dimensions, which may be traced: an integer is a count, any other number a fraction.
+            Inside `jax.jit` nothing can raise, so a window that is too short gives NaN.
 
     Examples:
         >>> from tailavg import AnyTail
@@ -77,16 +74,16 @@ def evaluate_tails(
     *args: Any,
     like: Tree = None,
 ) -> Any:
-    """What a function makes of the average over each window, one after another in one program.
+    """Call a function with the average over each window, one after another in one program.
 
-    No more than one average is held at a time.
+    Only one average is in memory at a time.
 
     Args:
-        function: It is called with an average and `args`, and returns arrays. It is traced once
-            for a number of windows, and again if it is another function.
+        function: Called with an average and `args`; returns arrays. It is traced once for each
+            number of windows.
         state: The state of an `AnyTail`.
-        windows: What to read it with: see `value`. An array has one for each entry.
-        *args: More for the function, such as the data for a validation.
+        windows: The windows to read it with: see `value`. An array has one in each entry.
+        *args: Further arguments of the function, such as validation data.
         like: As for `value`.
 
     Returns:
@@ -108,16 +105,16 @@ def evaluate_tails(
 
 
 def each_weights(state: TreeState, windows: Sequence[Reading] | Array) -> Weights:
-    """The weights of several windows, stacked."""
-    found: Weights
+    """Return the weights of several windows, stacked."""
+    stacked: Weights
     if isinstance(windows, jax.Array | np.ndarray):
-        found = jax.vmap(lambda window: weights_of(state, window))(windows)
+        stacked = jax.vmap(lambda window: weights_of(state, window))(windows)
     elif windows:
         each = [weights_of(state, window) for window in windows]
-        found = jax.tree.map(lambda *rows: jnp.stack(rows), *each)
+        stacked = jax.tree.map(lambda *rows: jnp.stack(rows), *each)
     else:
         raise ValueError("windows: expected at least one, got none")
-    return found
+    return stacked
 
 
 @functools.partial(jax.jit, static_argnames="function")
@@ -128,17 +125,22 @@ def _evaluated(
 
 
 def weights_of(state: TreeState, window: Reading | Array | None) -> Weights:
-    """The weights of the means and of the sum in the average."""
-    asked = _asked(state, window)
-    traced = isinstance(asked, jax.Array | np.ndarray)
-    found: Weights = _weights(
-        state.clock, state.updates, state.size, *((asked, None) if traced else (None, asked))
-    )
-    return found
+    """Return the weights of the means and of the sum in the average."""
+    reading = _reading(state, window)
+    array, static = (reading, None) if _is_array(reading) else (None, reading)
+    weights: Weights = _weights(state.clock, state.updates, state.size, array, static)
+    return weights
 
 
-def _asked(state: TreeState, window: Any) -> Any:
-    """What an `AnyTail` is to be read with; None if the state has a window of its own."""
+def _is_array(window: Any) -> bool:
+    return isinstance(window, jax.Array | np.ndarray)
+
+
+def _reading(state: TreeState, window: Any) -> Any:
+    """Return what to read an `AnyTail` with; None if the state has a window of its own.
+
+    Raise if the window is too short, where the state is known.
+    """
     known = not isinstance(state.size, jax.core.Tracer)
     if known and np.isnan(state.size).any():
         raise ValueError(
@@ -154,71 +156,70 @@ def _asked(state: TreeState, window: Any) -> Any:
         return None
     if window is None:
         raise ValueError("window: expected one, since AnyTail has none of its own; got none")
-    if isinstance(window, jax.Array | np.ndarray):
+    if _is_array(window):
         return window
-    asked = window if isinstance(window, Decay) else as_window(window)
-    if isinstance(asked, Decay) and asked.shape == "linear":
-        asked = asked.window
+    reading = window if isinstance(window, Decay) else as_window(window)
+    if isinstance(reading, Decay) and reading.shape == "linear":
+        reading = reading.window
     if known and not isinstance(state.updates, jax.core.Tracer) and not np.ndim(state.updates):
         t, least = int(state.updates), float(state.size)
-        if t and asked.size(t) < least * (1 - _tie(state.size.dtype)):
+        if t and reading.size(t) < least * (1 - _tie(state.size.dtype)):
             raise ValueError(
                 f"window: expected a window of at least {least:g} of the {t} samples so far, "
                 f"got {window!r}"
             )
-    return asked
+    return reading
 
 
 def size_read(state: TreeState, window: Reading | None) -> Array:
-    """k_t of what the state is read with."""
-    asked = _asked(state, window)
-    if asked is None:
+    """Return k_t of the window with which the state is read."""
+    reading = _reading(state, window)
+    if reading is None:
         return state.size
-    size: Any = _size(state.updates, None, asked)
-    found: Array = size.size(state.updates) if isinstance(size, Decay) else size
-    return found
+    k: Any = _traced_reading(state.updates, None, reading)
+    size: Array = k.size(state.updates) if isinstance(k, Decay) else k
+    return size
 
 
 def _tie(dtype: Any) -> float:
+    """Return the relative error with which sizes are compared."""
     return float(TIE) if dtype == np.float64 else 1e-6
 
 
-@functools.partial(jax.jit, static_argnames="asked", inline=True)
+@functools.partial(jax.jit, static_argnames="static", inline=True)
 def _weights(
-    clock: TracedBlocks | TracedDecay, updates: Array, size: Array, window: Array | None, asked: Any
+    clock: TracedBlocks | TracedDecay, updates: Array, size: Array, array: Any, static: Any
 ) -> Weights:
-    reading = size if asked is window is None else _size(updates, window, asked)
+    reading = size if array is static is None else _traced_reading(updates, array, static)
     of_means, of_sum = clock.weights(updates, reading)
     if isinstance(reading, Decay):
         reading = reading.size(jnp.maximum(updates, 1))
-    # else a window that is too short, another rule, or more updates than the count can tell
-    read = (reading >= size * (1 - _tie(size.dtype))) & ~beyond(updates)
+    # NaN if the window is too short, after an update with another rule, or if the count overflowed
+    read = (reading >= size * (1 - _tie(size.dtype))) & ~overflowed(updates)
     return of_means, jnp.where(read, of_sum, jnp.nan)
 
 
-def _size(updates: Array, window: Array | None, asked: Any) -> Any:
-    """The size at this step of what an `AnyTail` is read with, or the decay over it."""
+def _traced_reading(updates: Array, array: Array | None, static: Any) -> Any:
+    """Return the size at this step of the window with which an `AnyTail` is read, or the decay."""
     t = jnp.maximum(updates, 1)
-    if window is not None:
-        return traced_size(window, t)
-    if isinstance(asked, Decay):
-        return traced_decay(asked)
-    return jnp.asarray(traced_window(asked).size(t), jnp.result_type(float))
+    if array is not None:
+        return traced_size(array, t)
+    if isinstance(static, Decay):
+        return traced_decay(static)
+    return jnp.asarray(traced_window(static).size(t), jnp.result_type(float))
 
 
 @functools.partial(jax.jit, inline=True)
 def averages(state: TreeState, like: Tree, weights: Weights) -> Tree:
-    """The average with these weights, in the dtypes of `like`."""
+    """Return the average with these weights, in the dtypes of `like`."""
     wanted, sums, means, structure = aligned(state.sums if like is None else like, state, "like")
     of_means, of_sum = weights
-    large, small = parted(sums, means)
-
+    large, small = split_leaves(sums, means)
     shapes = {name: [sums[i].shape for i in group] for name, group in small.items()}
 
     def average() -> tuple[list[Array], list[tuple[Array, list[Array]]]]:
-        found = [combined(of_means, means[i], of_sum, sums[i]) for i in large]
         return (
-            [x.astype(wanted[i].dtype) for i, x in zip(large, found, strict=True)],
+            [combined(of_means, means[i], of_sum, sums[i]).astype(wanted[i].dtype) for i in large],
             [
                 (combined(of_means, state.bundles[name].means), starts_of(shapes[name]))
                 for name in small
@@ -230,20 +231,20 @@ def averages(state: TreeState, like: Tree, weights: Weights) -> Tree:
             [lax.full_like(sums[i], jnp.nan, wanted[i].dtype) for i in large],
             [
                 (
-                    lax.full_like(near(state.bundles[name].errors), jnp.nan),
+                    lax.full_like(on_device(state.bundles[name].errors), jnp.nan),
                     [jnp.uint32(0) for _ in group],
                 )
                 for name, group in small.items()
             ],
         )
 
-    # As a branch, it is computed by itself. Within what is done with it, XLA on a CPU would hold
-    # each term of an average in an array of its own, and take up to 20 times as long.
-    found, rows = lax.cond(jnp.isnan(of_sum), nothing, average)
+    # A branch is compiled separately. Fused with the code that uses the average, XLA on a CPU would
+    # store each term of the average in an array of its own, and take up to 20 times as long.
+    of_large, rows = lax.cond(jnp.isnan(of_sum), nothing, average)
     new = [jnp.copy(total) for total in sums]  # those that are not averaged
-    for i, x in zip(large, found, strict=True):
+    for i, x in zip(large, of_large, strict=True):
         new[i] = x
     for (row, starts), (name, group) in zip(rows, small.items(), strict=True):
-        for i, part in zip(group, cut(row, starts, shapes[name]), strict=True):
-            new[i] = lax.add(part, weighed(of_sum, sums[i])).astype(wanted[i].dtype)
+        for i, of_small in zip(group, cut(row, starts, shapes[name]), strict=True):
+            new[i] = lax.add(of_small, weighted(of_sum, sums[i])).astype(wanted[i].dtype)
     return structure.unflatten(new)

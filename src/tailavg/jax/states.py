@@ -1,4 +1,4 @@
-"""What an average of a pytree holds: `TreeState`, and how its parts belong to the leaves."""
+"""The state of an average of a pytree, and where the sum and the means of each leaf are in it."""
 
 from __future__ import annotations
 
@@ -13,23 +13,32 @@ from jax import Array
 from tailavg.jax.clock import TracedBlocks, TracedDecay
 from tailavg.jax.folds import Bundle
 
-__all__ = ["Like", "Tree", "TreeState", "aligned", "averaged", "beyond", "name_of", "parted"]
+__all__ = [
+    "Like",
+    "Tree",
+    "TreeState",
+    "aligned",
+    "is_averaged",
+    "name_of",
+    "overflowed",
+    "split_leaves",
+]
 
 Tree: TypeAlias = Any
 Like = TypeVar("Like")  # a tree of the same kind
 
 
 class TreeState(NamedTuple):
-    """A tail average of a pytree, after some step."""
+    """The state of a tail average of a pytree."""
 
     updates: Array
     """The number of updates so far, t."""
     size: Array
     """The size of the window, k_t; of an `AnyTail`, that of the shortest it can be read with."""
     rule: Array
-    """A checksum of the rule. Another rule adds nothing to the state."""
+    """A checksum of the rule. An update with another rule leaves the average unchanged."""
     clock: TracedBlocks | TracedDecay
-    """Which samples are where."""
+    """Which samples are in the sum, and which in each mean."""
     sums: Tree
     """The sum of the samples in no mean yet; leaves that are not averaged, as last seen."""
     means: Tree
@@ -39,25 +48,30 @@ class TreeState(NamedTuple):
     """The means of small leaves, by dtype."""
 
 
-def parted(sums: Sequence[Any], means: Sequence[Any]) -> tuple[list[int], dict[str, list[int]]]:
-    """Which leaves have means of their own, and which are in the bundle of each dtype."""
+def split_leaves(
+    sums: Sequence[Any], means: Sequence[Any]
+) -> tuple[list[int], dict[str, list[int]]]:
+    """Return the leaves that have means of their own, and those in the bundle of each dtype."""
     large = [i for i, mean in enumerate(means) if mean is not None]
     small: dict[str, list[int]] = {}
     for i, (total, mean) in enumerate(zip(sums, means, strict=True)):
-        if mean is None and averaged(total):
+        if mean is None and is_averaged(total):
             small.setdefault(total.dtype.name, []).append(i)
     return large, small
 
 
-def averaged(leaf: Any) -> bool:
-    """Whether a leaf is averaged, not passed through."""
+def is_averaged(leaf: Any) -> bool:
+    """Return whether a leaf is averaged, not passed through."""
     return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
 
 
 def aligned(
     tree: Tree, state: TreeState, what: str = "tree"
 ) -> tuple[list[Array], list[Any], list[Any], Any]:
-    """The leaves of the tree, of the sums and of the means, and their common structure."""
+    """Return the leaves of the tree, the sums and the means, and their common structure.
+
+    Raise if the tree does not match the state.
+    """
     structure: Any = jax.tree.structure(state.sums)
     got: Any = jax.tree.structure(tree)
     if structure != got:
@@ -68,10 +82,10 @@ def aligned(
         where = f"{what}: {name_of(path)}" if path else what
         if new.shape != old.shape:
             raise ValueError(f"{where}: expected shape {old.shape}, got {new.shape}")
-        if not averaged(old):
+        if not is_averaged(old):
             fits = new.dtype == old.dtype
         elif what == "like":
-            fits = averaged(new) and jnp.iscomplexobj(new) == jnp.iscomplexobj(old)
+            fits = is_averaged(new) and jnp.iscomplexobj(new) == jnp.iscomplexobj(old)
         else:
             key = jnp.issubdtype(new.dtype, jax.dtypes.prng_key)
             fits = not key and (jnp.iscomplexobj(old) or not jnp.iscomplexobj(new))
@@ -83,10 +97,10 @@ def aligned(
 
 
 def name_of(path: Any) -> str:
-    """The name of a leaf: its path, such as "layer.weight"."""
+    """Return the name of a leaf: its path, such as "layer.weight"."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-def beyond(updates: Array) -> Array:
-    """Whether there were more updates than the count can tell: it stays, and the value is NaN."""
+def overflowed(updates: Array) -> Array:
+    """Return whether the count has reached the largest integer: it stays, and the value is NaN."""
     return updates == np.iinfo(updates.dtype).max

@@ -1,7 +1,9 @@
 """Averages of pytrees, as pure functions.
 
-Each step touches the arrays once, to add a sample to the sum. Every few hundred steps, and when a
-block closes, the sum is folded into the mean of its block: see `tailavg.jax.folds`.
+Each update adds the tree to a sum, and touches no other array. Every few hundred updates, and when
+a block closes, the sum is merged into the mean of its block: see `tailavg.jax.folds`.
+
+Read `states` first, then this file, `clock` (what is due), `folds` (arrays) and `reads`.
 """
 
 from __future__ import annotations
@@ -22,27 +24,30 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tailavg.core import state as layout
 from tailavg.core.clock import clock_for
 from tailavg.core.decay import Reading
 from tailavg.core.profile import Profile, dense_weights, profile
 from tailavg.core.rules import Rule, as_rule
 from tailavg.core.windows import AnyWindow, Reals, positive_int
-from tailavg.jax.clock import (
-    TracedRule,
-    first_clock,
-    restored,
-    size_at,
-    traced,
-)
-from tailavg.jax.folds import Bundle, Held, flat, folded, hosted, times
+from tailavg.io import state as layout
+from tailavg.jax.clock import TracedRule, first_clock, restored, size_at, traced
+from tailavg.jax.folds import Accumulators, Bundle, concatenated, fold_if_due, on_host, times
 from tailavg.jax.reads import size_read, value
-from tailavg.jax.states import Like, Tree, TreeState, aligned, averaged, beyond, name_of, parted
+from tailavg.jax.states import (
+    Like,
+    Tree,
+    TreeState,
+    aligned,
+    is_averaged,
+    name_of,
+    overflowed,
+    split_leaves,
+)
 
 __all__ = ["BUNDLE", "TreeAverage", "tail_average"]
 
 BUNDLE = 65_536
-"""Leaves of up to so many numbers share an array for their means, unless another is asked for."""
+"""Leaves of up to this many numbers share an array for their means, by default."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +60,9 @@ class TreeAverage:
     offload: Literal["host"] | None
 
     def init(self, tree: Tree) -> TreeState:
-        """The state before the first update, whose value is the tree itself.
+        """Return the state before the first update, whose value is the tree itself.
 
-        Floating and complex leaves will be averaged; others are passed through. Sums, and the means
+        Floating and complex leaves are averaged; others are passed through. Sums, and the means
         of leaves that are not bundled, are sharded like their leaves. A `jax.ShapeDtypeStruct`
         stands for zeros, as in optax.
         """
@@ -67,69 +72,60 @@ class TreeAverage:
                 'call jax.config.update("jax_enable_x64", True) before anything else'
             )
         clock = first_clock(self.rule)
-        sums = jax.tree.map(self._accumulator, tree)
-        small: dict[str, list[Array]] = {}
-        for leaf in jax.tree.leaves(sums):
-            if self._bundled(leaf):
-                small.setdefault(leaf.dtype.name, []).append(leaf)
+        leaves, structure = jax.tree.flatten(tree)
+        sums = [self._accumulator(leaf) for leaf in leaves]
+        means = [self._stacked(x) if self._has_own_means(x) else None for x in sums]
+        _, small = split_leaves(sums, means)
         return TreeState(
             updates=jnp.zeros_like(clock.folded),
             size=jnp.asarray(size_at(self.rule, 1), jnp.result_type(float)),
             rule=jnp.asarray(_checksum(self.rule)),
             clock=clock,
-            sums=sums,
-            means=jax.tree.map(
-                lambda x: self._stacked(x) if averaged(x) and not self._bundled(x) else None, sums
-            ),
-            bundles={
-                name: Bundle(
-                    self._stacked(_gathered(flat(leaves), leaves[0])),
-                    self._placed(jnp.copy(_gathered(flat(leaves), leaves[0]))),
-                )
-                for name, leaves in small.items()
-            },
+            sums=jax.tree.unflatten(structure, sums),
+            means=jax.tree.unflatten(structure, means),
+            bundles={name: self._bundle([sums[i] for i in group]) for name, group in small.items()},
         )
 
     def _accumulator(self, leaf: Any) -> Array:
-        """A leaf in the dtype of its accumulators, always a copy: the state may be donated."""
+        """Copy a leaf, since the state may be donated, in the dtype of its accumulators."""
         if isinstance(leaf, jax.ShapeDtypeStruct):
             leaf = jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
-        if not averaged(leaf):
+        if not is_averaged(leaf):
             return jnp.array(leaf, copy=True)
         wide = jnp.complex64 if jnp.iscomplexobj(leaf) else self.dtype
         return jnp.array(leaf, jnp.promote_types(self.dtype, wide), copy=True)
 
-    def _bundled(self, leaf: Array) -> bool:
-        return averaged(leaf) and 0 < self.bundle >= leaf.size
+    def _has_own_means(self, leaf: Array) -> bool:
+        return is_averaged(leaf) and not 0 < self.bundle >= leaf.size
+
+    def _bundle(self, leaves: list[Array]) -> Bundle:
+        row = _gathered(concatenated(leaves), leaves[0])
+        return Bundle(self._stacked(row), self._placed(jnp.copy(row)))
 
     def _stacked(self, leaf: Array) -> Array:
-        """Means, of what they do not matter yet: not zeros, which would not be sharded alike."""
+        """Return placeholder means, broadcast from the leaf so that they inherit its sharding."""
         return self._placed(jnp.broadcast_to(leaf, (self.rule.accumulators, *leaf.shape)))
 
     def _placed(self, array: Array) -> Array:
-        return hosted(array) if self.offload else array
+        return on_host(array) if self.offload else array
 
     def update(self, state: TreeState, tree: Tree) -> TreeState:
-        """The state after one more tree, with the structure and shapes of the one given to `init`.
+        """Return the state after one more tree, of the structure and shapes given to `init`.
 
-        Inside `jax.jit`, with the old state donated, no array is copied.
-
-        How long it takes to compile depends on the number of leaves, each with an addition of its
-        own, and on the number of large ones, each with a fold of its own. All leaves of up to
-        `bundle` numbers are folded by one operation.
+        Inside `jax.jit`, with the old state donated, no array is copied. The time to compile grows
+        with the number of leaves, and faster with the number of those larger than `bundle`.
         """
-        code = state.rule
-        known = not isinstance(code, jax.core.Tracer)
-        if not state.clock.serves(self.rule) or (known and int(code) != _checksum(self.rule)):
+        known = not isinstance(state.rule, jax.core.Tracer)
+        if not state.clock.serves(self.rule) or (known and int(state.rule) != _checksum(self.rule)):
             raise ValueError(
                 f"state: expected one of {self.rule}, got a {type(state.clock).__name__} of "
                 "another rule or number of accumulators; use the average whose init made it"
             )
         updated: TreeState = self._update(state, tree)
-        # the next call looks at this, and need not wait for the update
-        if known and not isinstance(updated.updates, jax.core.Tracer):  # as in a condition
-            place = updated.updates.sharding
-            updated = updated._replace(rule=jax.device_put(_checksum(self.rule), place))
+        # the next call reads the checksum, and must not wait for the update
+        if known and not isinstance(updated.updates, jax.core.Tracer):  # traced in a condition
+            sharding = updated.updates.sharding
+            updated = updated._replace(rule=jax.device_put(_checksum(self.rule), sharding))
         return updated
 
     # jitted, since outside jax.jit each call would compile the conditionals
@@ -141,10 +137,10 @@ class TreeAverage:
         ours = state.rule == _checksum(self.rule)
         step, clock = clock.step(rule, state.updates)
         step = step._replace(folds=step.folds & ours, carries=step.carries & ours)
-        large, small = parted(sums, means)
-        held = folded(
+        large, small = split_leaves(sums, means)
+        kept = fold_if_due(
             step,
-            Held(
+            Accumulators(
                 [means[i] for i in large],
                 [sums[i] for i in large],
                 state.bundles,
@@ -153,12 +149,14 @@ class TreeAverage:
         )
         new = list(leaves)  # leaves that are not averaged pass through
         factor = jnp.where(ours, step.factor, 0.0)
-        for i, mean, total in zip(large, held.means, held.sums, strict=True):
-            means[i], new[i] = mean, lax.add(total, times(factor, _widened(leaves[i], total)))
+        totals = [*zip(large, kept.sums, strict=True)]
         for name, group in small.items():
-            for i, total in zip(group, held.small[name], strict=True):
-                new[i] = lax.add(total, times(factor, _widened(leaves[i], total)))
-        updates = jnp.where(beyond(state.updates) | ~ours, state.updates, state.updates + 1)
+            totals += zip(group, kept.small[name], strict=True)
+        for i, total in totals:
+            new[i] = lax.add(total, times(factor, _widened(leaves[i], total)))
+        for i, mean in zip(large, kept.means, strict=True):
+            means[i] = mean
+        updates = jnp.where(overflowed(state.updates) | ~ours, state.updates, state.updates + 1)
         size = jnp.asarray(size_at(rule, updates), state.size.dtype)
         return TreeState(
             updates=updates,
@@ -169,7 +167,7 @@ class TreeAverage:
             ),
             sums=structure.unflatten(new),
             means=structure.unflatten(means),
-            bundles=held.bundles,
+            bundles=kept.bundles,
         )
 
     @overload
@@ -183,22 +181,22 @@ class TreeAverage:
     def value(
         self, state: TreeState, like: Tree = None, window: Reading | Array | None = None
     ) -> Tree:
-        """The average, as a new tree. See `value`."""
+        """Return the average, as a new tree. See `value`."""
         return value(state, like, window)
 
     def count(self, state: TreeState) -> Array:
-        """The number of updates so far, t."""
+        """Return the number of updates so far, t."""
         return state.updates
 
     def size(self, state: TreeState, window: Reading | None = None) -> Array:
-        """The size of the window, k_t. `profile` has the effective size.
+        """Return the size of the window, k_t. `profile` has the effective size.
 
         An `AnyTail` needs a window here, as it does in `value`, `weights` and `profile`.
         """
         return size_read(state, window)
 
     def weights(self, state: TreeState, window: Reading | None = None) -> Reals:
-        """The weight of each of the `count` updates, oldest first. Not inside `jax.jit`.
+        """Return the weight of each of the `count` updates, oldest first. Not inside `jax.jit`.
 
         Examples:
             >>> average = tail_average(2)
@@ -213,7 +211,7 @@ class TreeAverage:
         return dense_weights(self.rule, starts, count, window)
 
     def profile(self, state: TreeState, window: Reading | None = None) -> Profile:
-        """A summary of the weights: effective size, mean age, oldest age. Not inside `jax.jit`.
+        """Summarize the weights: effective size, mean age, oldest age. Not inside `jax.jit`.
 
         Examples:
             >>> average = tail_average(100)
@@ -231,29 +229,29 @@ class TreeAverage:
         return profile(self.rule, starts, count, window)
 
     def state_dict(self, state: TreeState) -> dict[str, Any]:
-        """The state in the layout of `tailavg.core.state`, for any framework. Not inside `jax.jit`.
+        """Return the state in the layout of `tailavg.io.state`, for any framework.
 
-        Leaves are named by their paths, such as "layer.weight". Leaves that are not averaged are
-        left out. To stop and resume within JAX, save the state itself, a pytree: the resumed run is
-        then the same to the bit.
+        Not inside `jax.jit`. Leaves are named by their paths, such as "layer.weight". Leaves that
+        are not averaged are left out. To resume within JAX, save the state itself, which is a
+        pytree: the resumed run is then bit-identical.
         """
         count, clock = int(state.updates), state.clock
         starts, places = clock.blocks(count)
         carry = clock.carry(self.rule)
         names = list(_named(state.sums))
         _, sums, means, _ = aligned(state.sums, state)
-        partial = {names[i]: np.array(sums[i]) for i, leaf in enumerate(sums) if averaged(leaf)}
+        partial = {names[i]: np.array(sums[i]) for i, leaf in enumerate(sums) if is_averaged(leaf)}
         stacks = {names[i]: np.asarray(mean) for i, mean in enumerate(means) if mean is not None}
-        for name, group in parted(sums, means)[1].items():
-            rows = _cut(np.asarray(state.bundles[name].means), [sums[i].shape for i in group])
-            errors = _cut(np.asarray(state.bundles[name].errors), [sums[i].shape for i in group])
+        for name, group in split_leaves(sums, means)[1].items():
+            shapes = [sums[i].shape for i in group]
+            rows, errors = (_cut(np.asarray(array), shapes) for array in state.bundles[name])
             for i, row, error in zip(group, rows, errors, strict=True):
                 stacks[names[i]] = row
                 partial[names[i]] += error * carry
         nothing = {name: np.zeros_like(total) for name, total in partial.items()}
         blocks = [{name: np.array(stacks[name][place]) for name in partial} for place in places]
         folded = int(clock.folded)
-        if starts and folded == starts[-1]:  # an older block is still in that place
+        if starts and folded == starts[-1]:  # its place still has the mean of an older block
             blocks[-1] = nothing
         return layout.state(
             self.rule,
@@ -268,15 +266,14 @@ class TreeAverage:
     def from_state_dict(
         self, saved: Mapping[str, Any] | str | os.PathLike[str], tree: Tree
     ) -> TreeState:
-        """The state that resumes what any framework saved in the layout of `tailavg.core.state`.
+        """Return the state that any framework saved in the layout of `tailavg.io.state`.
 
         Not inside `jax.jit`.
 
         Args:
-            saved: A state, or the path of a file or folder with one. Its arrays go to the leaves of
-                the same names; a single array without a name, or a tree that is a bare array, needs
-                none.
-            tree: As for `init`: it gives the structure, the shardings, and the leaves that are not
+            saved: A state, or the path of a file or folder with one. Arrays and leaves are matched
+                by name, except a single array without a name, or a tree that is a bare array.
+            tree: As for `init`; gives the structure, the shardings, and the leaves that are not
                 averaged.
 
         Raises:
@@ -302,7 +299,7 @@ class TreeAverage:
         if not count and not isinstance(saved["partial"], Mapping):
             return state  # an average without samples knows no shape
         shapes = {
-            name: total.shape for name, total in _named(state.sums).items() if averaged(total)
+            name: total.shape for name, total in _named(state.sums).items() if is_averaged(total)
         }
         blocks, partial = layout.by_name(saved, shapes)
         if not count:
@@ -330,10 +327,10 @@ class TreeAverage:
                 ),
                 put(np.zeros(state.bundles[name].errors.shape), state.bundles[name].errors),
             )
-            for name, group in parted(sums, means)[1].items()
+            for name, group in split_leaves(sums, means)[1].items()
         }
         for i, name in enumerate(names):
-            if averaged(sums[i]):
+            if is_averaged(sums[i]):
                 sums[i] = put(partial[name], sums[i])
             if means[i] is not None:
                 means[i] = put([block[name] for block in blocks], means[i])
@@ -354,19 +351,18 @@ def tail_average(
     bundle: int = BUNDLE,
     offload: Literal["host"] | None = None,
 ) -> TreeAverage:
-    """The tail average of pytrees: `init`, `update`, `value`, `size` and `profile`, all pure.
+    """Make a tail average of pytrees: `init`, `update`, `value`, `size` and `profile`, all pure.
 
     Args:
         rule: An `AnytimeWindow`, an `Exponential` or an `AnyTail`; a window or a number means an
             `AnytimeWindow`.
         dtype: The dtype of the accumulators: `jnp.float32` or `jnp.float64`.
-        bundle: The means of leaves of up to this many numbers are held in one array. That is faster
-            to compile and to call if there are many; but where such leaves are sharded, every
-            fold, one in 256 updates, gathers them. With 0 each leaf has its own means, sharded like
-            the leaf.
-        offload: `"host"` keeps the means in the memory of the host, where the backend has
-            `pinned_host`: an update then needs one array of the size of the parameters on the
-            device. Means are moved when they are folded, merged or read.
+        bundle: Leaves of up to this many numbers share one array for their means, which is faster
+            to compile and to call if there are many. If such leaves are sharded, one in 256 updates
+            gathers them. With 0 each leaf has its own means, sharded like the leaf.
+        offload: `"host"` keeps the means in the memory of the host, if the backend has
+            `pinned_host`. On the device, the average then takes one array of the size of the
+            parameters. Means are moved when they change or are read.
 
     Examples:
         >>> average = tail_average(100)
@@ -393,33 +389,31 @@ def tail_average(
 
 
 def _cut(rows: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
-    """The parts of the last axis, each in its shape."""
-    ends = [*accumulate(map(math.prod, shapes), initial=0)]
-    return [
-        rows[..., start:end].reshape((*rows.shape[:-1], *shape))
-        for start, end, shape in zip(ends, ends[1:], shapes, strict=False)
-    ]
+    """Cut the last axis into arrays of these shapes."""
+    *ends, _ = accumulate(map(math.prod, shapes))
+    pieces = np.split(rows, ends, axis=-1)
+    return [x.reshape((*x.shape[:-1], *shape)) for x, shape in zip(pieces, shapes, strict=True)]
 
 
 def _gathered(array: Array, like: Array) -> Array:
-    """Whole on every device, if it is on several and outside `jax.jit`, where that is known."""
+    """Replicate an array on all devices of `like`, outside `jax.jit`, where those are known."""
     if isinstance(array, jax.core.Tracer) or not isinstance(like.sharding, NamedSharding):
         return array
     everywhere = NamedSharding(like.sharding.mesh, PartitionSpec())  # type: ignore[no-untyped-call]
-    whole: Array = jax.device_put(array, everywhere)
-    return whole
+    replicated: Array = jax.device_put(array, everywhere)
+    return replicated
 
 
 @functools.lru_cache
 def _checksum(rule: Rule) -> np.uint32:
-    """Differs for rules that differ."""
+    """Return a number that differs for rules that differ."""
     return np.uint32(zlib.crc32(json.dumps(layout.plain(rule), sort_keys=True).encode()))
 
 
 def _widened(leaf: Array, total: Array) -> Array:
-    """A leaf in the dtype of its sum.
+    """Return a leaf in the dtype of its sum.
 
-    It is rounded to its own dtype first, which XLA may skip if the same program made the leaf.
+    It is first rounded to its own dtype, since XLA may skip that if the same program made the leaf.
     """
     wide = lax.convert_element_type(leaf, total.dtype)
     if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < wide.dtype.itemsize:
@@ -429,7 +423,7 @@ def _widened(leaf: Array, total: Array) -> Array:
 
 
 def _named(tree: Tree) -> dict[str, Array]:
-    """The leaves by their paths."""
+    """Return the leaves by their names."""
     leaves = jax.tree.leaves_with_path(tree)
     named = {name_of(path): leaf for path, leaf in leaves}
     if len(named) < len(leaves):

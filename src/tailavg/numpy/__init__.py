@@ -1,6 +1,5 @@
 """Averages of numbers and NumPy arrays."""
 
-from tailavg.numpy import stores as stores  # which an average becomes
 from tailavg.numpy.average import TailAverage
 from tailavg.numpy.keyed import TailAverages
 

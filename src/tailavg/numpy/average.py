@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter
-from typing import Any, ClassVar, Literal, get_args
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from typing import Any, Literal, Self, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from tailavg.core import state as layout
-from tailavg.core.clock import Clock, clock_for
+from tailavg.core.clock import SUM, BlockClock, DecayClock, SampleClock, clock_for
 from tailavg.core.decay import Reading
+from tailavg.core.equation import weights
 from tailavg.core.profile import Profile, block_weights, dense_weights, profile
 from tailavg.core.rules import AnyTail, Rule, as_rule, size_of, window_of
-from tailavg.core.windows import AnyWindow, Reals, shown
-from tailavg.numpy.arithmetic import Array
+from tailavg.core.windows import AnyWindow, Fixed, Reals, shown
+from tailavg.io import state as layout
+from tailavg.numpy import fallback
+from tailavg.numpy.arithmetic import Array, aligned_zeros, joined, sum_rows
+from tailavg.numpy.kernel import kernel, window_numbers
+from tailavg.numpy.samples import Samples
+from tailavg.numpy.table import Table
 
 __all__ = ["TailAverage", "Windows"]
 
@@ -52,35 +57,29 @@ class TailAverage:
         3.5
     """
 
-    # An average is a `TailAverage` until its first sample. Then its kind is known, and it becomes
-    # of the class that stores such samples: an update has no time to look for its store.
+    # No sample is ever half taken. An update that needs nothing but an addition makes it between
+    # `_left = None` and the next number; while `_left` is None, the average says that it is broken.
+    # Every other change is made by `_atomically`, which brings back what was there before.
 
     __slots__ = (
-        "_buffer",
+        "__weakref__",
         "_clock",
         "_dtype",
         "_due",
-        "_end",
         "_factors",
         "_left",
         "_means",
         "_nan_policy",
+        "_number",
+        "_plain",
+        "_reader",
+        "_samples",
         "_scratch",
         "_shape",
-        "_split",
         "_sum",
     )
 
-    _stores: ClassVar[dict[tuple[type[Clock], bool], type[TailAverage]]] = {}
-
-    # No sample is ever half taken. A plain update adds it to the sum between `_left = None` and the
-    # next number, with operators: Python handles signals at calls only. All else is in `_wholly`.
-
-    _held_in: ClassVar[tuple[str, str]] = "_dtype", "_shape"
-    """Where it holds what a change may replace; nothing there is changed in place."""
-    _held_now: ClassVar[Callable[[TailAverage], tuple[Any, Any]]] = attrgetter(*_held_in)
-
-    _clock: Clock
+    _clock: Any
     _left: int | None
     """How many more samples need nothing but an addition; None while one is made."""
     _due: int
@@ -88,6 +87,14 @@ class TailAverage:
     _dtype: np.dtype[Any] | None
     _nan_policy: NanPolicy
     _shape: tuple[int, ...] | None  # None for numbers
+    _number: bool  # whether means and sum are floats
+    _means: list[Any]  # of the clock's blocks; 0.0 where nothing is folded; never changed in place
+    _sum: Any  # of the samples in no mean; in arrays, samples are added in place
+    _samples: Samples | None  # of an ExactWindow, in place of means and sum
+    _plain: Any  # the type of samples that are added as they are, if nothing is due
+    _factors: list[float] | None  # of the samples that are left, the last one first
+    _reader: Any  # how numbers are read until something is due
+    _scratch: Any  # room for a sample times its factor
 
     def __init__(
         self,
@@ -103,7 +110,9 @@ class TailAverage:
         self._clock = clock_for(as_rule(rule))
         self._nan_policy = nan_policy
         self._dtype = None if dtype is None else _accumulator_dtype(dtype)
-        self._shape = None
+        self._shape, self._number, self._plain = None, False, None
+        self._means, self._sum, self._samples = [], 0.0, None
+        self._factors = self._reader = self._scratch = None
         self._due = self._left = 0
 
     def update(self, x: Any) -> None:
@@ -116,14 +125,47 @@ class TailAverage:
             >>> average.value()
             array([ 2., 20.])
         """
+        left, kind = self._left, x.__class__
+        if kind is self._plain:
+            if kind is float:
+                if left:
+                    factors = self._factors
+                    self._left = None
+                    self._sum += x if factors is None else x * factors[left - 1]
+                    self._left = left - 1
+                    return
+                self._atomically(self._add, x, None)
+                return
+            if x.dtype is self._dtype and x.shape == self._shape:
+                if left:
+                    if self._factors is not None:
+                        x = np.multiply(x, self._factors[left - 1], out=self._scratch)
+                    self._left = None
+                    self._sum += x
+                    self._left = left - 1
+                    return
+                self._atomically(self._add, x, x.shape)
+                return
+        self._update(x)
+
+    def _update(self, x: Any) -> None:
+        """Take a sample of any kind, at any step."""
         sample = self._checked(x)
         if sample is None:
             return
-        if self.count:
-            self._add(sample)
-        else:
-            number = not (sample.shape or isinstance(x, np.ndarray))
-            self._wholly(self._add_first, sample, None if number else sample.shape)
+        left = self._left
+        if left:
+            term = sample.astype(self._dtype, copy=False)
+            if self._factors is not None:
+                term = term * self._factors[left - 1]
+            if self._number:
+                term = term.item()
+            self._left = None
+            self._sum += term
+            self._left = left - 1
+            return
+        number = not (sample.shape or isinstance(x, np.ndarray))
+        self._atomically(self._add, sample, None if number else sample.shape)
 
     def value(self, window: Reading | None = None) -> Any:
         """The average now: a float, or a new array. An `AnyTail` is asked for a window or `Decay`.
@@ -133,10 +175,33 @@ class TailAverage:
             Traceback (most recent call last):
             ValueError: value: expected at least one sample before the first read, got none
         """
-        if not self._now.count:
+        reader, left = self._reader, self._left
+        if reader is not None and left is not None and window is None:
+            value = reader(self._due - left, self._sum)
+            if value is not None:
+                return value
+        clock = self._now
+        if not clock.count:
             raise layout.nothing_yet("value")
+        if window is None and self._number:
+            self._reader = reader = _reader(clock, self._means)
+            value = None if reader is None else reader(clock.count, self._sum)
+            if value is not None:
+                return value
         average = self._average(window)
-        return average.item() if self._shape is None else average
+        return average.item() if self._shape is None and not self._number else average
+
+    def _average(self, window: Reading | None) -> Any:
+        """The average over a window: a float, or a new array."""
+        clock = self._clock
+        if self._samples is not None:
+            window_of(self.rule, window, clock.count)
+            mean = self._samples.mean(clock.rule, clock.count)
+            return mean.item() if self._number else mean.reshape(self._shape or ())
+        value: Any = 0.0 if self._number else np.zeros(self._shape or (), self._dtype)
+        for weight, block in clock.terms(window):
+            value += weight * (self._sum if block == SUM else self._means[block])
+        return value
 
     def update_many(self, xs: Any) -> None:
         """Take many samples, along the first axis: as `update` with each, but much faster.
@@ -150,11 +215,21 @@ class TailAverage:
         samples = numbers(xs, "samples")
         rows, _ = self._checked_rows(samples)
         if len(rows):
-            self._wholly(self._take_many, samples, rows)
+            self._atomically(self._take_many, samples, rows)
 
+    @np.errstate(all="ignore")  # infinities are data
     def _take_many(self, samples: Array, rows: Array) -> None:
         self._begin_with(samples)
-        self._add_rows(rows)
+        clock = self._clock
+        if isinstance(clock, BlockClock):
+            self._pool(rows)
+        elif self._samples is not None:
+            clock.count += len(rows)
+            self._samples = self._samples.added(rows, clock.kept)
+        else:
+            table, loops = self._table(), self._loops(rows)
+            table.add(rows if loops is None else np.ascontiguousarray(rows, self._dtype), loops)
+            self._hold(table)
 
     def scan(self, xs: Any, window: Windows = None) -> Array:
         """Take many samples, and return the average after each.
@@ -177,19 +252,20 @@ class TailAverage:
             raise ValueError(
                 f"window: expected none, since {self.rule} has its own, got {window!r}"
             )
-        every: Array = self._wholly(self._scan, samples, rows, kept, windows)
+        every: Array = self._atomically(self._scan, samples, rows, kept, windows)
         return every if several else every[0]
 
+    @np.errstate(all="ignore")
     def _scan(self, samples: Array, rows: Array, kept: Array | None, windows: list[Any]) -> Array:
         before: list[Any] = [np.nan] * len(windows)
         if self._clock.count and kept is not None:
             before = [self._average(window) for window in windows]
+        shape = samples.shape[1:]
         if len(rows):
             self._begin_with(samples)
-        out: Array = np.empty((len(windows), *rows.shape), self._dtype)
-        if len(rows):
-            self._scan_rows(rows, windows, out)
-        shape = samples.shape[1:]
+            out = self._scan_rows(samples, rows, windows)
+        else:
+            out = np.empty((len(windows), 0), self._dtype)
         every = out.reshape(len(windows), len(rows), *shape)
         if kept is None:
             return every
@@ -199,10 +275,37 @@ class TailAverage:
             averages[0] = value
         return np.concatenate([first, every], axis=1)[:, np.cumsum(kept)]
 
+    def _scan_rows(self, samples: Array, rows: Array, windows: list[Any]) -> Array:
+        """Take rows, and return the averages over each window after each of them."""
+        clock, loops = self._clock, self._loops(rows)
+        asked = [window_of(self.rule, window, clock.count + len(rows)) for window in windows]
+        if self._samples is None:
+            table = self._table()
+            xs = rows if loops is None else np.ascontiguousarray(rows, self._dtype)
+            out = table.scan(xs, np.array([0, len(xs)]), asked, loops)
+            self._hold(table)
+            return out
+        kept, out = self._samples.last(clock.kept), np.empty((1, *rows.shape), self._dtype)
+        if loops is None:
+            fallback.scan_exact(clock, kept, rows, out[0])
+        else:
+            most = clock.rule.samples(clock.count + len(rows))
+            how = clock.count, window_numbers(clock.rule.window), most
+            xs = np.concatenate([kept, rows], dtype=np.float64)
+            for column, averages in zip(np.ascontiguousarray(xs.T), out[0].T, strict=True):
+                loops.scan_exact(column, len(kept), averages, *how)
+        self._take_many(samples, rows)
+        return out
+
+    def _loops(self, rows: Array) -> Any:
+        """The loops of `tailavg.numpy.kernel` for these samples, or None."""
+        return kernel(rows.size) if self._dtype in (np.float32, np.float64) else None
+
     @property
     def rule(self) -> Rule:
         """The rule, with its window."""
-        return self._clock.rule
+        rule: Rule = self._clock.rule
+        return rule
 
     @property
     def dtype(self) -> np.dtype[Any] | None:
@@ -301,7 +404,7 @@ class TailAverage:
         return error.item() if self._shape is None else error.astype(self._dtype)
 
     def state_dict(self) -> dict[str, Any]:
-        """All there is to know, as plain data in the layout of `tailavg.core.state`.
+        """All there is to know, as plain data in the layout of `tailavg.io.state`.
 
         Examples:
             >>> average = TailAverage(4)
@@ -326,16 +429,19 @@ class TailAverage:
         )
 
     def _arrays(self) -> tuple[Array, int, Array]:
-        """Copies of what `_held` gives."""
-        shape, _ = self._shape or (), self._now
-        means, folded, partial = self._held()
-        if shape:
-            means = [np.broadcast_to(mean, shape) for mean in means]
-        blocks = np.array(means, self._dtype)
-        return blocks, folded, np.array(np.broadcast_to(partial, shape), self._dtype)
+        """Copies of the means, the step up to which samples are in them, and of the sum since."""
+        clock, shape = self._now, self._shape or ()
+        means, folded, total = self._means, clock.folded, self._sum
+        if self._samples is not None:
+            means, folded, total = list(self._samples.last(clock.kept)), clock.count, 0.0
+        means = means[len(means) - len(clock.starts) :]
+        blocks = np.empty((len(means), *shape), self._dtype)
+        for block, mean in enumerate(means):
+            blocks[block] = np.reshape(mean, shape) if np.ndim(mean) else mean
+        return blocks, folded, np.array(np.broadcast_to(total, shape), self._dtype)
 
     @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any]) -> TailAverage:
+    def from_state_dict(cls, state: Mapping[str, Any]) -> Self:
         """The average that `state_dict` saved; it goes on as if it had never stopped.
 
         A state that another framework saved is accepted if it is of one array.
@@ -344,7 +450,7 @@ class TailAverage:
         if isinstance(state["partial"], Mapping):
             state = layout.unnamed(state)
         try:
-            average = TailAverage(
+            average = cls(
                 layout.rule_from(state["rule"]),
                 dtype=state["dtype"],
                 nan_policy=state["nan_policy"],
@@ -386,7 +492,7 @@ class TailAverage:
         layout.write_file(path, self.state_dict())
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> TailAverage:
+    def load(cls, path: str | os.PathLike[str]) -> Self:
         """The average that `save` wrote, or `ParameterAverage.save` of a single tensor.
 
         Or `tailavg stream --state`, of one column and one window, without `--by`.
@@ -402,12 +508,27 @@ class TailAverage:
         """
         return cls.from_state_dict(layout.read(path))
 
-    def copy(self) -> TailAverage:
-        """An average in the same state, that goes its own way from here."""
-        return self.from_state_dict(self.state_dict())
+    def copy(self) -> Self:
+        """Return an average in the same state, that goes its own way from here."""
+        _ = self.count  # a broken average says so
+        copy = object.__new__(type(self))
+        for name in TailAverage.__slots__[1:]:
+            setattr(copy, name, getattr(self, name))
+        copy._clock = self._clock.copy()
+        if isinstance(self._sum, np.ndarray):
+            copy._set_sum(self._sum)
+        if self._samples is not None:
+            copy._samples = self._samples.copy()
+        if extra := getattr(self, "__dict__", None):  # of a subclass
+            copy.__dict__.update(extra)
+        return copy
 
-    def __reduce__(self) -> tuple[Any, tuple[Any]]:
-        return TailAverage.from_state_dict, (self.state_dict(),)
+    __copy__ = copy
+
+    def __getstate__(self) -> Any:
+        _ = self.count  # a broken average says so
+        self._reader = None  # it is found again
+        return object.__getstate__(self)
 
     def __eq__(self, other: object) -> bool:
         """Whether both are in the same state: equal numbers, and a NaN equals a NaN."""
@@ -435,97 +556,183 @@ class TailAverage:
         shape = f" of shape {self._shape}" if self._shape else ""
         return f"<TailAverage({', '.join(options)}): {samples}{shape}>"
 
-    # How a change is made.
+    # Changes.
 
-    def _wholly(self, change: Callable[..., Any], *arguments: Any) -> Any:
-        """Change the average, from the clock's count on: it happens wholly, or not at all."""
-        clock, kind, left = self._clock, self.__class__, self._left
-        clock.count = self.count if left is None else self._due - left
-        time = clock.count, clock.blocks, clock.folded
-        held = kind._held_now(self)
+    def _atomically(self, change: Callable[..., Any], *arguments: Any) -> Any:
+        """Change the average, from the clock's count on. It takes full effect or none."""
+        clock = self._now
+        step = clock.count, clock.blocks, clock.folded
+        kind = self._dtype, self._shape, self._number, self._scratch
+        held = self._means, self._sum, self._samples
+        self._left = None
         try:
-            self._left = None
             result = change(*arguments)
             self._commit()
         except BaseException:
-            self._bring_back(kind, held, time)
+            self._left = None  # if this is interrupted, too, the average says that it is broken
+            self._dtype, self._shape, self._number, self._scratch = kind
+            self._means, self._sum, self._samples = held
+            self._clock = clock
+            clock.resume(*step)
+            self._commit()
             raise
         return result
 
-    def _bring_back(
-        self, kind: type[TailAverage], held: tuple[Any, Any], time: tuple[int, list[int], int]
-    ) -> None:
-        """Undo a change. If this is interrupted, too, the average is not whole."""
-        self._left = None
-        self.__class__ = kind
-        for name, was in zip(kind._held_in, held, strict=True):
-            setattr(self, name, was)
-        self._clock.resume(*time)
-        self._commit()
-
     def _commit(self) -> None:
         """Count the samples that the clock has counted."""
-        self._due = self._clock.count
-        self._left = 0
+        clock = self._clock
+        t, self._reader = clock.count, None
+        quick = t and self._samples is None
+        self._plain = None
+        if quick and self._nan_policy == "propagate":
+            self._plain = float if self._number else np.ndarray
+        self._factors = clock.factors or None
+        self._due = max(t, clock.next) if quick else t
+        self._left = self._due - t
 
     @property
-    def _now(self) -> Clock:
+    def _now(self) -> Any:
         """The clock, at this step: updates count without it until something is due."""
         self._clock.count = self.count
         return self._clock
 
-    # What a store fills in. Samples reach it checked, as arrays, or as the rows of a matrix.
-    # All but `_add` are called by `_wholly`, or to read.
-
-    def _make_room(self) -> None:
-        """Hold no sample, in room for samples of this shape and dtype."""
-
-    def _add(self, sample: Array) -> None:
-        """Take one sample that is not the first."""
-
-    def _add_due(self, sample: Array) -> None:
-        """Do what is due, and take one sample."""
-
-    def _add_rows(self, rows: Array) -> None:
-        """Take many."""
-
-    def _scan_rows(self, rows: Array, windows: list[Reading | None], out: Array) -> None:
-        """Take many, and write the averages over each window after each of them."""
-
-    def _average(self, window: Reading | None) -> Any:
-        """The average over a window, a new array or a number."""
-
-    def _held(self) -> tuple[Sequence[Any], int, Any]:
-        """The means, the step up to which samples are in them, and the sum of those since."""
-        return [], 0, 0.0
-
-    def _restore(self, blocks: Array, partial: Array) -> None:
-        """Hold these means and this sum. The clock has been restored."""
-
-    def __init_subclass__(cls, clock: type[Clock] | None = None, numbers: bool = False) -> None:
-        """A store names the clock that it follows, and whether it is for numbers or arrays."""
-        cls._held_now = attrgetter(*cls._held_in)
-        if clock is not None:
-            TailAverage._stores[clock, numbers] = cls
-
     def _begin(self, shape: tuple[int, ...] | None, dtype: np.dtype[Any]) -> None:
-        """Fix the shape and dtype of the samples, and become the average that stores such."""
+        """Fix the shape and dtype of the samples, and make room for them."""
         if self._dtype is None:
             exact = dtype.kind in "biu" or shape is None
             self._dtype = np.result_type(dtype, np.float64 if exact else np.float32)
         self._shape = shape
-        numbers = shape is None and self._dtype == np.float64
-        self.__class__ = self._stores[type(self._clock), numbers]
-        self._make_room()
+        self._number = shape is None and self._dtype == np.float64
+        if isinstance(self._clock, SampleClock):
+            self._samples = Samples(np.empty((0, math.prod(shape or ())), self._dtype))
+            return
+        self._means = [0.0] * len(self._clock.blocks)
+        self._set_sum(0.0)
+        if isinstance(self._clock, DecayClock) and not self._number:
+            self._scratch = aligned_zeros(shape or (), self._dtype)
 
     def _begin_with(self, samples: Array) -> None:
         """Begin with the first of many samples, if there was none before."""
         if not self._clock.count:
             self._begin(samples.shape[1:] if samples.ndim > 1 else None, samples.dtype)
 
-    def _add_first(self, sample: Array, shape: tuple[int, ...] | None) -> None:
-        self._begin(shape, sample.dtype)
-        self._add_due(sample)
+    def _set_sum(self, total: Any) -> None:
+        """Begin a new sum; the old one stays as it is."""
+        if self._number:
+            self._sum = float(total)
+        else:
+            fresh = aligned_zeros(self._shape or (), self._dtype)  # type: ignore[arg-type]
+            fresh[...] = total
+            self._sum = fresh
+
+    def _add(self, sample: Array, shape: tuple[int, ...] | None) -> None:
+        """Do what is due, and take one sample."""
+        clock = self._clock
+        if not clock.count:
+            self._begin(shape, sample.dtype)
+        if self._samples is not None:
+            clock.count += 1
+            self._samples = self._samples.added(sample.reshape(1, sample.size), clock.kept)
+            return
+        self._prepare()
+        factor = clock.factor
+        if self._number:
+            self._sum += float(sample) * factor
+        else:
+            term = sample.astype(self._dtype, copy=False)
+            self._sum = self._sum + (term if factor == 1.0 else term * factor)
+        clock.count += 1
+
+    def _prepare(self) -> None:
+        """Do what is due before the next sample: see `tailavg.core.clock.Store`."""
+        clock = self._clock
+        if clock.count < clock.next:
+            return
+        if clock.count > clock.folded:
+            mean, lost = joined(self._means[-1], self._sum, *clock.fold())
+            self._means = [*self._means[:-1], self._as_mean(mean)]
+            self._set_sum(lost)
+        turn = clock.turn()
+        if turn is not None:
+            (gone, weight), means = turn, self._means
+            if weight:
+                with np.errstate(all="ignore"):
+                    merged = means[gone - 1] * (1.0 - weight) + means[gone] * weight
+                means = [*means[: gone - 1], merged, *means[gone:]]
+            self._means = [*means[:gone], *means[gone + 1 :], 0.0]
+            self._set_sum(0.0)
+
+    def _as_mean(self, mean: Any) -> Any:
+        return float(mean) if self._number else np.asarray(mean, self._dtype)
+
+    def _shaped(self, row: Array) -> Any:
+        return row.item() if self._number else row.reshape(self._shape or ())
+
+    def _pool(self, rows: Array) -> None:
+        """Take many samples in blocks. Only those whose blocks are there at the end are looked at.
+
+        A block at the end may have several of the start, if they were merged.
+        """
+        clock = self._clock
+        self._prepare()
+        before, opened, rest = clock.count, clock.blocks[-1], clock.count - clock.folded
+        held = list(zip(pairwise([*clock.blocks, clock.folded]), self._means, strict=True))
+        summed = self._sum
+        clock.advance(before + len(rows))
+        self._means, total = [], 0.0
+        for start, end in pairwise([*clock.blocks, clock.count]):
+            mean, size = 0.0, 0
+            for (first, last), other in held:
+                if start <= first < last <= end:
+                    size += last - first
+                    w = (last - first) / size
+                    mean = other if w == 1.0 else mean * (1.0 - w) + other * w
+            new = rows[max(0, start - before) : max(0, end - before)]
+            total, fresh = 0.0, len(new)
+            if fresh:
+                total = self._shaped(sum_rows(new, self._dtype))  # type: ignore[arg-type]
+            if start <= opened < end:
+                total, fresh = total + summed, fresh + rest
+            if fresh and end < clock.count:
+                mean, _ = joined(mean, total, fresh, fresh / (end - start), end - start)
+            self._means.append(self._as_mean(mean) if size or fresh else 0.0)
+        if clock.overfull:  # in double precision, until it is folded
+            mean, total = joined(self._means[-1], total, *clock.fold())
+            self._means[-1] = self._as_mean(mean)
+        self._set_sum(total)
+
+    def _table(self) -> Table:
+        """What is held, as a table of one row."""
+        clock, width = self._clock, math.prod(self._shape or ())
+        table = Table(self.rule, 1, width, self._dtype)  # type: ignore[arg-type]
+        table.counts[0], table.folded[0] = clock.count, clock.folded
+        table.starts[0] = clock.blocks
+        for row, mean in zip(table.means[0], self._means, strict=True):
+            row[:] = np.reshape(mean, -1)
+        table.sums[0] = np.reshape(self._sum, -1)
+        return table
+
+    def _restore(self, blocks: Array, partial: Array) -> None:
+        """Hold these means and this sum. The clock has been restored."""
+        if self._samples is not None:
+            if partial.any():
+                raise ValueError("state: partial: expected nothing beside the samples, got a sum")
+            self._samples = Samples(blocks.reshape(len(blocks), partial.size))
+            return
+        empty = len(self._means) - len(blocks)
+        self._means = [*[0.0] * empty, *map(self._as_mean, blocks)]
+        self._set_sum(partial)
+
+    def _hold(self, table: Table, row: int = 0) -> None:
+        """Hold what a row of a table holds."""
+        self._clock = table.clock(row)
+        means, total = table.means[row], table.sums[row]
+        if self._number:
+            self._means = means[:, 0].tolist()
+            self._set_sum(total[0])
+        else:
+            self._means = [mean.reshape(self._shape or ()) for mean in means]
+            self._set_sum(total.reshape(self._shape or ()))
 
     # Checks.
 
@@ -564,6 +771,49 @@ class TailAverage:
             raise ValueError(f"sample: expected shape {self._shape or ()}, as before, got {shape}")
         if self._dtype is not None and dtype.kind == "c" and self._dtype.kind != "c":
             raise TypeError(f"sample: expected real numbers for {self._dtype}, got {dtype}")
+
+
+def _reader(clock: Any, means: list[float]) -> Callable[[int, float], float | None] | None:
+    """A function of the step and the sum that reads numbers, until something is due.
+
+    It gives the sum of the clock's `terms`, to the last bit, or None where it no longer applies.
+    """
+    if isinstance(clock, DecayClock):
+        folded, decay, scales, mean = clock.folded, clock.decay, clock.scales, means[0]
+
+        def read_decaying(t: int, total: float) -> float | None:
+            if t == folded:
+                return None
+            scale = scales[t - folded - 1]
+            return decay * scale * mean + scale * total if decay else scale * total
+
+        return read_decaying
+    if not isinstance(clock, BlockClock) or isinstance(clock.rule, AnyTail):
+        return None
+    window, blocks, folded = clock.rule.window, clock.blocks, clock.folded
+    oldest, since, until = clock.split(window)
+    first = oldest + 1 if oldest >= 0 else len(blocks) - 1
+    old, old_mean = (since - blocks[oldest], means[oldest]) if oldest >= 0 else (0, 0.0)
+    starts = [*blocks[first:], folded]
+    parts = [
+        (starts[i + 1] - starts[i], means[first + i])
+        for i in range(len(starts) - 1)
+        if starts[i + 1] > starts[i]
+    ]
+    fixed = float(window.k) if isinstance(window, Fixed) else None
+    size, beyond = window.size, old - since
+
+    def read_blocks(t: int, total: float) -> float | None:
+        if t >= until:
+            return None
+        excess = beyond + t - (fixed or size(t))
+        each, of_old = weights(old, t - since, excess if excess > 0.0 else 0.0)
+        value: float = of_old * old_mean if of_old else 0.0
+        for count, mean in parts:
+            value += each * count * mean
+        return value + each * total if t > folded else value
+
+    return read_blocks
 
 
 def has_nan(xs: Array) -> bool:

@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Self
 
 import numpy as np
 
-from tailavg.core import state as layout
-from tailavg.core.clock import Clock
-from tailavg.core.decay import Decay, Reading
+from tailavg.core.decay import Reading
 from tailavg.core.rules import AnyTail, ExactWindow, Rule, window_of
-from tailavg.core.windows import AnyWindow, Growing, shown
-from tailavg.numpy import compiling, loops
+from tailavg.core.windows import AnyWindow, shown
+from tailavg.io import state as layout
 from tailavg.numpy.arithmetic import Array
 from tailavg.numpy.average import NanPolicy, TailAverage, has_nan, numbers
-from tailavg.numpy.packed import Packed, follow, fresh
+from tailavg.numpy.kernel import kernel
+from tailavg.numpy.table import Table
 
-__all__ = ["Part", "TailAverages", "averages_for"]
+__all__ = [
+    "Part",
+    "TailAverages",
+    "as_row",
+    "averages_for",
+    "from_row",
+    "part_of",
+    "sorted_by_group",
+]
 
-LONG = 4096
-"""A single group of more rows is better scanned by itself."""
-
-FEW = 4
-"""So many rows of each key are scanned one by one: what a key holds need not become an array."""
+LIVE = 1024
+"""So many keys that are updated one by one are held as a `TailAverage`, which is faster."""
 
 _FLOAT64 = np.dtype(np.float64)
 _LISTS = ("keys", "counts", "starts", "blocks", "folded", "partial")
@@ -38,8 +42,9 @@ keys; the samples. There may be one key only, and no codes."""
 class TailAverages(Mapping[Any, TailAverage]):
     """An average of numbers for each key; the same rule for all.
 
-    It is a mapping: `averages[key]` is the `TailAverage` of a key. A key is there once it has had a
-    sample, and `del averages[key]` forgets it. Whatever dict takes can be a key, but a NaN.
+    It is a mapping: `averages[key]` is a copy of the average of a key, as a `TailAverage`. A key is
+    there once it has had a sample, and `del averages[key]` forgets it. Any hashable value except
+    NaN can be a key.
 
     Args:
         rule: As for `TailAverage`.
@@ -54,11 +59,15 @@ class TailAverages(Mapping[Any, TailAverage]):
         (4.0, 3, ['a', 'b'])
     """
 
-    __slots__ = ("_averages", "_empty")
+    # The averages are the rows of a table. A few of them, which are updated one by one, are for a
+    # while held as `TailAverage`s instead; those of an ExactWindow, which has no table, always are.
 
     def __init__(self, rule: AnyWindow | Rule, *, nan_policy: NanPolicy = "propagate") -> None:
         self._empty = TailAverage(rule, dtype=_FLOAT64, nan_policy=nan_policy)
-        self._averages: dict[Any, TailAverage] = {}
+        self._rows: dict[Any, int] = {}
+        self._free: list[int] = []  # rows of keys that were deleted
+        self._live: dict[Any, TailAverage] = {}
+        self._table = None if isinstance(self.rule, ExactWindow) else Table(self.rule)
 
     @property
     def rule(self) -> Rule:
@@ -72,7 +81,7 @@ class TailAverages(Mapping[Any, TailAverage]):
 
     def update(self, key: Hashable, x: Any) -> None:
         """Take one sample of a key."""
-        average = self._averages.get(key)
+        average = self._average(key)
         if average is not None:
             average.update(x)
             return
@@ -80,10 +89,13 @@ class TailAverages(Mapping[Any, TailAverage]):
         if sample.ndim:
             raise ValueError(f"sample: expected a number, got an array of shape {sample.shape}")
         _check_key(key)
-        average = self._new()
+        average = self._empty.copy()
         average.update(sample.item())
         if average.count:
-            self._averages[key] = average
+            if len(self._live) >= LIVE:
+                self._settle()
+            self._live[key] = average
+            self._rows[key] = self._free.pop() if self._free else len(self._rows)
 
     def value(self, key: Hashable, window: Reading | None = None) -> float:
         """The average of a key now. An `AnyTail` is asked for a window or `Decay`.
@@ -93,8 +105,11 @@ class TailAverages(Mapping[Any, TailAverage]):
             Traceback (most recent call last):
             KeyError: "key: expected one that has had a sample, got 'loss'"
         """
-        average: float = self[key].value(window)
-        return average
+        average = self._average(key)
+        if average is None:
+            raise _no_key(key)
+        value: float = average.value(window)
+        return value
 
     def update_many(self, keys: Any, xs: Any) -> None:
         """Take many samples, each of the key in the same place: all of them, or none.
@@ -107,7 +122,8 @@ class TailAverages(Mapping[Any, TailAverage]):
             >>> averages.value("a")
             4.0
         """
-        self.scan_parts([_part(keys, xs)], None, write=False)
+        window = 1.0 if isinstance(self.rule, AnyTail) else None  # any will do
+        self.scan_parts([part_of(keys, xs)], [window])
 
     def scan(self, keys: Any, xs: Any, window: Reading | None = None) -> Array:
         """Take many samples, and return the average of its key after each.
@@ -118,34 +134,45 @@ class TailAverages(Mapping[Any, TailAverage]):
             >>> TailAverages(0.5).scan([1, 2, 1, 2], [1.0, 10.0, 2.0, 20.0])
             array([ 1., 10.,  2., 20.])
         """
-        (averages,) = self.scan_parts([_part(keys, xs)], window)
-        return averages
+        if isinstance(window, list | tuple):
+            raise ValueError(f"window: expected one, got {shown(window)}")
+        (averages,) = self.scan_parts([part_of(keys, xs)], [window])
+        first: Array = averages[0]
+        return first
 
     def __getitem__(self, key: Hashable) -> TailAverage:
-        try:
-            return self._averages[key]
-        except KeyError:
-            raise KeyError(f"key: expected one that has had a sample, got {shown(key)}") from None
+        average = self._average(key)
+        if average is None:
+            raise _no_key(key)
+        return average.copy()
 
     def __delitem__(self, key: Hashable) -> None:
         if key not in self:
-            self[key]  # which says what is wrong
-        del self._averages[key]
+            raise _no_key(key)
+        self._settle()
+        row = self._rows.pop(key)
+        if self._table is None:
+            del self._live[key]
+        else:
+            self._table.put(np.array([row]), Table(self.rule, 1))
+            self._free.append(row)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._averages
+        return key in self._rows
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._averages)
+        return iter(self._rows)
 
     def __len__(self) -> int:
-        return len(self._averages)
+        return len(self._rows)
 
     def __eq__(self, other: object) -> bool:
         """Whether both have the same keys, in the same states; their order does not matter."""
         if not isinstance(other, TailAverages):
             return NotImplemented
-        return self._empty == other._empty and self._averages == other._averages
+        if self._empty != other._empty or self._rows.keys() != other._rows.keys():
+            return False
+        return all(self[key] == other[key] for key in self)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -167,16 +194,25 @@ class TailAverages(Mapping[Any, TailAverage]):
             True
         """
         lists: dict[str, list[Any]] = {name: [] for name in _LISTS}
-        for key, average in self._averages.items():
-            clock = average._now
-            means, folded, partial = average._held()
-            found = key, clock.count, clock.starts, _floats(means), folded, float(partial)
-            for entries, entry in zip(lists.values(), found, strict=True):
-                entries.append(entry)
+        for key in self:
+            for name, entry in zip(_LISTS, (key, *self.steps_of(key)), strict=True):
+                lists[name].append(entry)
         return layout.keyed_state(self.rule, nan_policy=self.nan_policy, **lists)
 
+    def steps_of(self, key: Any) -> tuple[int, list[int], list[float], int, float]:
+        """What is special to a key in a state: count, starts, blocks, folded, partial."""
+        self._settle()
+        if self._table is None:
+            state = self._live[key].state_dict()
+            return tuple(state[name] for name in ("count", "starts", "blocks", "folded", "partial"))
+        table, row = self._table, self._rows[key]
+        count, starts = int(table.counts[row]), table.starts[row].tolist()
+        empty = sum(start == end for start, end in pairwise([*starts, count]))
+        means, total = table.means[row, empty:, 0].tolist(), float(table.sums[row, 0])
+        return count, starts[empty:], means, int(table.folded[row]), total
+
     @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any]) -> TailAverages:
+    def from_state_dict(cls, state: Mapping[str, Any]) -> Self:
         """The averages that `state_dict` saved; they go on as if they had never stopped.
 
         A list among the keys, as JSON has them, becomes a tuple.
@@ -186,44 +222,54 @@ class TailAverages(Mapping[Any, TailAverage]):
             averages = cls(layout.rule_from(state["rule"]), nan_policy=state["nan_policy"])
         except TypeError as error:
             raise ValueError(f"state: {error}") from error
-        held = averages._averages
-        known: dict[Any, Clock] = {}
-        for entry in zip(*(state[name] for name in _LISTS), strict=True):
-            key = _tuples(entry[0])
-            _check_key(key)
-            if key in held:
-                raise ValueError(f"state: keys: expected each once, got {shown(key)} again")
-            held[key] = averages._restored(known, *entry[1:])
+        averages.restore(zip(*(state[name] for name in _LISTS), strict=True))
         return averages
 
-    def _restored(
-        self,
-        known: dict[Any, Clock],
-        count: int,
-        starts: Any,
-        blocks: Any,
-        folded: int,
-        partial: float,
-    ) -> TailAverage:
-        """An average in this state, if it is possible."""
-        average, steps = self._new(), (count, tuple(starts), folded)
-        if steps in known:  # which takes a millisecond to check, and keys are often alike
-            follow(average._clock, known[steps])
-        else:
-            layout.check_steps(count, starts, folded)
-            if not count:
-                raise ValueError("state: counts: expected at least one sample of each key, got 0")
-            average._clock.restore(count, starts, folded)
-            known[steps] = average._clock
-        means = np.array(blocks, np.float64)
-        if len(means) != len(starts):
-            raise ValueError(
-                f"state: sizes do not add up: {len(starts)} starts, {len(means)} blocks"
-            )
-        average._begin(None, _FLOAT64)
-        average._restore(means, np.array(partial, np.float64))
-        average._commit()
-        return average
+    def counts(self, keys: Sequence[Any]) -> Array:
+        """The number of samples of each of some keys; 0 if a key is not there."""
+        self._settle()
+        if self._table is None:
+            found = [self._live[key].count if key in self._live else 0 for key in keys]
+            return np.array(found, np.int64)
+        rows = np.array([self._rows.get(key, -1) for key in keys], np.int64)
+        counts: Array = np.append(self._table.counts, 0)[rows]
+        return counts
+
+    def restore(self, entries: Any, known: set[Any] | None = None) -> None:
+        """Add keys with their states: see `steps_of`. Raise a ValueError if one is impossible.
+
+        Steps that were checked are put into `known`, to be given to the next call.
+        """
+        known = set() if known is None else known
+        for each, count, starts, blocks, folded, partial in entries:
+            key = _tuples(each)
+            _check_key(key)
+            if key in self._rows:
+                raise ValueError(f"state: keys: expected each once, got {shown(key)} again")
+            if len(blocks) != len(starts):
+                raise ValueError(
+                    f"state: sizes do not add up: {len(starts)} starts, {len(blocks)} blocks"
+                )
+            steps = count, tuple(starts), folded
+            if steps not in known:  # which takes a millisecond to check, and keys are often alike
+                layout.check_steps(count, starts, folded)
+                if not count:
+                    raise ValueError("state: counts: expected at least one sample, got 0")
+                self._empty._clock.copy().restore(count, starts, folded)
+                known.add(steps)
+            row = self._rows[key] = len(self._rows)
+            if self._table is None:
+                average = self._live[key] = self._empty.copy()
+                average._clock.restore(count, starts, folded)
+                average._begin(None, _FLOAT64)
+                average._restore(np.array(blocks, np.float64), np.array(partial, np.float64))
+                average._commit()
+                continue
+            table = self._table
+            self._grow(row + 1)
+            table.counts[row], table.folded[row], table.sums[row] = count, folded, partial
+            first = table.starts.shape[1] - len(starts)
+            table.starts[row, first:], table.means[row, first:, 0] = starts, blocks
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write all to one file (npz, no pickle), whole or not at all.
@@ -249,47 +295,73 @@ class TailAverages(Mapping[Any, TailAverage]):
         """
         return cls.from_state_dict(layout.read_keyed(path))
 
-    def copy(self) -> TailAverages:
+    def copy(self) -> Self:
         """Averages in the same states, that go their own ways from here."""
-        return self.from_state_dict(self.state_dict())
+        copy = object.__new__(type(self))
+        copy.__dict__.update(self.__dict__)
+        copy._rows, copy._free = self._rows.copy(), self._free.copy()
+        copy._live = {key: average.copy() for key, average in self._live.items()}
+        if self._table is not None:
+            copy._table = self._table.take(np.arange(len(self._table)))
+        return copy
 
-    def __reduce__(self) -> tuple[Any, tuple[Any]]:
-        return TailAverages.from_state_dict, (self.state_dict(),)
+    __copy__ = copy
+
+    # Where averages are.
+
+    def _average(self, key: Hashable) -> TailAverage | None:
+        """The average of a key, to be updated or read; None if there is none."""
+        average = self._live.get(key)
+        if average is None and self._table is not None:
+            row = self._rows.get(key)
+            if row is None:
+                return None
+            if len(self._live) >= LIVE:
+                self._settle()
+            average = self._live[key] = from_row(self._table, row, self._empty)
+        return average
+
+    def _settle(self) -> None:
+        """Put averages that are held by themselves back into the table."""
+        if self._table is None:
+            return
+        for key, average in self._live.items():
+            row = self._rows[key]
+            self._grow(row + 1)
+            self._table.put(np.array([row]), as_row(average))
+        self._live = {}
+
+    def _grow(self, rows: int) -> None:
+        assert self._table is not None
+        if rows > len(self._table):
+            self._table.grow(rows + rows // 4 + 16)
 
     # Many samples at a time.
 
     def scan_parts(
         self,
         parts: Sequence[Part],
-        window: Reading | None = None,
+        windows: Sequence[Reading | None] = (None,),
         *,
-        write: bool = True,
         keep: bool = True,
+        same_bits: bool = False,
     ) -> list[Array]:
-        """As `scan`, for parts whose keys differ: all of them are taken, or none.
+        """As `scan`, for parts whose keys differ, and several windows: all are taken, or none.
 
-        For adapters. Without `write`, nothing is returned; without `keep`, nothing is taken: the
-        averages are those of new keys.
+        For adapters. Of each part, the averages by each window. Without `keep`, nothing is taken:
+        the averages are those of new keys. With `same_bits`, they are those of updates one by one
+        to the last bit, which takes longer without numba.
         """
         for _, _, xs in parts:
             self._check(xs)
-        if isinstance(window, list | tuple):
-            raise ValueError(f"window: expected one, got {shown(window)}")
-        if write:
+        for window in windows:
             window_of(self.rule, window, 1)
-        if not keep:
-            return [self._scan_part(part, None, window, write) for part in parts]
-        held = [
-            average
-            for _, keys, _ in parts
-            for key in keys
-            if (average := self._averages.get(key)) is not None
-        ]
-        new: dict[Any, TailAverage] = {}
-        found: list[Array] = self._wholly(
-            held, new, lambda: [self._scan_part(part, new, window, write) for part in parts]
-        )
-        return found
+        if keep:
+            self._settle()
+        found = [self._scan_part(part, windows, keep, same_bits) for part in parts]
+        if keep:
+            self._take(parts, [held for _, held in found])
+        return [averages for averages, _ in found]
 
     def _check(self, xs: Array) -> None:
         if xs.ndim != 1:
@@ -303,208 +375,138 @@ class TailAverages(Mapping[Any, TailAverage]):
                 f"at index {int(bad.argmax())}"
             )
 
-    def _wholly(
-        self, held: list[TailAverage], new: dict[Any, TailAverage], change: Callable[[], Any]
-    ) -> Any:
-        """Change averages that are held, and hold those that are new: wholly, or not at all."""
-        before = []
-        for average in held:
-            clock, kind = average._now, average.__class__
-            steps = clock.count, clock.blocks, clock.folded
-            before.append((average, kind, kind._held_now(average), steps))
-        try:
-            result = change()
-            for key in new:
-                _check_key(key)
-            self._averages.update(new)
-        except BaseException:
-            for average in held:  # if this is interrupted, too, those that are left say so
-                average._left = None
-            for key in new:
-                self._averages.pop(key, None)
-            for average, kind, was, steps in before:
-                average._bring_back(kind, was, steps)
-            raise
-        return result
-
-    def _new(self) -> TailAverage:
-        return fresh(self._empty)
-
+    @np.errstate(all="ignore")
     def _scan_part(
-        self, part: Part, new: dict[Any, TailAverage] | None, window: Reading | None, write: bool
-    ) -> Array:
-        """The averages of the groups of one part. Those of new keys are put into `new`."""
+        self, part: Part, windows: Sequence[Any], keep: bool, same_bits: bool
+    ) -> tuple[Array, Any]:
+        """The averages of one part, and what its keys then hold: a table, or averages."""
         codes, keys, xs = part
-        groups = _Groups(codes, len(keys), xs)
-        held = [None if new is None else self._averages.get(key) for key in keys]
-        fastest = loops.plain
-        several = len(keys) > 1 or len(xs) <= LONG
-        if several and len(xs) and compiling.installed() and not self._apart(window):
-            fastest = loops.fastest(len(xs))
-        few = len(keys) > 1 and len(xs) <= len(keys) * (FEW if write else 4 * FEW)
-        if few and new is not None and not isinstance(self.rule, ExactWindow):
-            averages = held.copy()
-            out = self._scan_few(groups, averages, window, write)
-        elif fastest is loops.plain:
-            averages = held.copy()
-            out = self._scan_apart(groups, averages, window, write)
+        if codes is not None and len(codes) != len(xs):
+            raise ValueError(f"keys: expected as many as samples, {len(xs)}, got {len(codes)}")
+        loops = kernel(len(xs), max(1, len(keys)), same_bits=same_bits)
+        order, codes = sorted_by_group(codes, len(keys), loops)
+        samples = np.asarray(xs if order is None else xs[order], np.float64)
+        counted = None
+        if self.nan_policy == "omit" and has_nan(samples):
+            counted = ~np.isnan(samples)
+        held: Any
+        if self._table is None:
+            averages, held = self._scan_apart(codes, keys, samples, keep, same_bits)
         else:
-            averages = [] if new is None else held.copy()
-            out = self._scan_together(fastest, groups, held, averages, window, write)
-        if new is not None:
-            for key, was, now in zip(keys, held, averages, strict=True):
-                if was is None and now is not None and now.count:
-                    new[key] = now
-        return out
-
-    def _apart(self, window: Reading | None) -> bool:
-        """Whether each group has to be scanned on its own."""
-        return isinstance(self.rule, ExactWindow) or isinstance(window, Decay)
-
-    def _scan_few(
-        self,
-        groups: _Groups,
-        averages: list[TailAverage | None],
-        window: Reading | None,
-        write: bool,
-    ) -> Array:
-        """As `_scan_apart`, row by row."""
-        out = np.full(len(groups.xs) if write else 0, np.nan)
-        rows = zip(groups.codes.tolist(), groups.xs.astype(np.float64).tolist(), strict=True)
-        for i, (group, x) in enumerate(rows):
-            if group < 0:
-                continue
-            average = averages[group]
-            if average is None:
-                average = averages[group] = self._new()
-            average.update(x)
-            if write and average.count:
-                out[i] = average.value(window)
-        return out
+            held = Table(self.rule, len(keys))
+            if keep and self._rows:
+                rows = np.array([self._rows.get(key, -1) for key in keys], np.int64)
+                held.put(np.flatnonzero(rows >= 0), self._table.take(rows[rows >= 0]))
+            if isinstance(self.rule, AnyTail):
+                sizes = len(xs) if codes is None else np.bincount(codes, minlength=len(keys))
+                for t in np.unique(held.counts + sizes).tolist():
+                    windows = [window_of(self.rule, window, t) for window in windows]
+            averages = held.scan_groups(codes, samples, counted, windows, loops)
+        if order is None:
+            return averages, held
+        out = np.full((len(windows), len(xs)), np.nan)  # also of rows that have no group
+        out[:, order] = averages
+        return out, held
 
     def _scan_apart(
-        self,
-        groups: _Groups,
-        averages: list[TailAverage | None],
-        window: Reading | None,
-        write: bool,
-    ) -> Array:
-        """Scan the groups one by one; new averages are put into the list."""
-        if groups.number == 1 and groups.sorted and len(groups.xs) and write:  # no copy is needed
-            averages[0] = average = averages[0] or self._new()
-            return average.scan(groups.xs, window)
-        rows = groups.sort()
-        out = np.full(len(rows) if write else 0, np.nan)
-        for group in np.flatnonzero(np.diff(groups.starts)).tolist():
-            self._scan_one(groups, group, rows, out, averages, window)
-        return groups.unsort(out) if write else out
+        self, codes: Array | None, keys: Sequence[Any], xs: Array, keep: bool, same_bits: bool
+    ) -> tuple[Array, list[TailAverage]]:
+        """As `Table.scan_groups`, for averages that keep samples."""
+        sizes = [len(xs)] if codes is None else np.bincount(codes, minlength=len(keys)).tolist()
+        held = [
+            self._live[key].copy() if keep and key in self._live else self._empty.copy()
+            for key in keys
+        ]
+        out, at = np.full((1, len(xs)), np.nan), 0
+        for average, size in zip(held, sizes, strict=True):
+            if same_bits and kernel(size) is None:  # array operations have other last digits
+                for i in range(at, at + size):
+                    average.update(xs[i])
+                    out[0, i] = average.value()
+            elif size:
+                out[0, at : at + size] = average.scan(xs[at : at + size])
+            at += size
+        return out, held
 
-    def _scan_one(
-        self,
-        groups: _Groups,
-        group: int,
-        rows: Array,
-        out: Array,
-        averages: list[TailAverage | None],
-        window: Reading | None,
-    ) -> None:
-        its = slice(groups.starts[group], groups.starts[group + 1])
-        average = (averages[group] if averages else None) or self._new()
-        if len(out):
-            out[its] = average.scan(rows[its], window)
-        else:
-            average.update_many(rows[its])
-        if averages:
-            averages[group] = average
-
-    def _scan_together(
-        self,
-        compiled: SimpleNamespace,
-        groups: _Groups,
-        held: list[TailAverage | None],
-        averages: list[TailAverage | None],
-        window: Reading | None,
-        write: bool,
-    ) -> Array:
-        """As `_scan_apart`, by compiled loops; without a list of averages none is made."""
-        latest = np.full(len(held), np.nan)
-        rows = groups.sort_compiled(compiled, self.nan_policy == "omit")
-        if write and groups.omitted:
-            for group, average in enumerate(held):
-                if average is not None:
-                    latest[group] = average.value(window)
-        packed = Packed.of(self.rule, held)
-        if not write and isinstance(self.rule, AnyTail):
-            window = Growing(1.0)  # any one will do
-        (out,) = packed.scan(rows, groups.starts, [window], compiled)
-        if averages:
-            which = np.flatnonzero(np.diff(groups.starts))
-            into = [averages[group] or self._new() for group in which.tolist()]
-            for group, average in zip(which.tolist(), packed.averages(which, into), strict=True):
-                averages[group] = average
-        return groups.unsort_compiled(compiled, out, latest) if write else out
+    def _take(self, parts: Sequence[Part], found: list[Any]) -> None:
+        """Hold what the keys of parts hold after a scan: all of it, or nothing."""
+        new, live, free = dict[Any, int](), self._live, self._free.copy()
+        following = len(self._rows) + len(free)
+        changes: list[tuple[Array, Table]] = []
+        for (_, keys, _), held in zip(parts, found, strict=True):
+            counts = [each.count for each in held] if self._table is None else held.counts.tolist()
+            rows = []
+            for key, count in zip(keys, counts, strict=True):
+                row = self._rows.get(key, -1)
+                if row < 0 and count:
+                    _check_key(key)
+                    row = new[key] = free.pop() if free else following
+                    following += row == following
+                rows.append(row)
+            if self._table is None:
+                averages = zip(keys, held, counts, strict=True)
+                live = live | {key: average for key, average, count in averages if count}
+            else:
+                used = np.flatnonzero(np.array(rows, np.int64) >= 0)
+                changes.append((np.array(rows, np.int64)[used], held.take(used)))
+        if self._table is not None:
+            self._grow(following)
+        table = self._table
+        before = [] if table is None else [(which, table.take(which)) for which, _ in changes]
+        was = self._live, self._free
+        try:
+            for change in changes:
+                self._table.put(*change)  # type: ignore[union-attr]
+            self._rows.update(new)
+            self._live, self._free = live, free
+        except BaseException:
+            for key in new:
+                self._rows.pop(key, None)
+            for change in before:
+                self._table.put(*change)  # type: ignore[union-attr]
+            self._live, self._free = was
+            raise
 
 
-class _Groups:
-    """Samples by group: `starts` says where each begins, when they are sorted."""
+def as_row(average: TailAverage) -> Table:
+    """Return what an average of numbers holds, as a table of one row."""
+    _ = average._now
+    return average._table()
 
-    def __init__(self, codes: Array | None, number: int, xs: Array) -> None:
-        self.xs, self.number = xs, number
-        self.omitted = False
-        one = codes is None and number <= 1
-        # of one group they are not looked at until they are counted, and take no memory
-        self.codes: Array = np.broadcast_to(0, len(xs)) if one else np.asarray(codes)
-        if self.codes.shape != xs.shape:
-            raise ValueError(f"keys: expected as many as samples, {len(xs)}, got {len(self.codes)}")
-        self.sorted = one or not (
-            len(xs) and (self.codes[0] < 0 or (self.codes[1:] < self.codes[:-1]).any())
-        )
-        self.starts: Array = np.zeros(number + 1, np.int64)
 
-    def _count(self) -> None:
-        """Samples without a group come before all others."""
-        sizes = np.bincount(self.codes + np.int64(1), minlength=self.number + 1)
-        self.starts = np.cumsum(sizes)
+def from_row(table: Table, row: int, empty: TailAverage) -> TailAverage:
+    """Return the average in a row of a table of numbers; `empty` is one without samples."""
+    average = empty.copy()
+    if table.counts[row]:
+        average._begin(None, _FLOAT64)
+        average._hold(table, row)
+        average._commit()
+    return average
 
-    def sort(self) -> Array:
-        """The samples, by group."""
-        self._count()
-        if self.sorted:
-            return self.xs
-        small = self.number < 2**16  # which NumPy sorts much faster
-        self._order = np.argsort(
-            (self.codes + 1).astype(np.uint16 if small else np.int64), kind="stable"
-        )
-        return self.xs[self._order]
 
-    def unsort(self, averages: Array) -> Array:
-        """What belongs to sorted samples, in the order in which they came."""
-        if self.sorted:
-            return averages
-        out = np.empty_like(averages)
-        out[self._order] = averages
-        return out
+def sorted_by_group(
+    codes: Array | None, number: int, loops: Any = None
+) -> tuple[Array | None, Array | None]:
+    """Return the order that puts samples of a group together, and their codes in that order.
 
-    def sort_compiled(self, compiled: SimpleNamespace, omit: bool) -> Array:
-        """As `sort`, without those that have no group or are to be omitted."""
-        xs = np.ascontiguousarray(self.xs, np.float64)
-        self.omitted = omit and has_nan(xs)
-        if self.sorted and not self.omitted:
-            self._count()
-            return xs
-        self.codes = np.ascontiguousarray(self.codes, np.int64)
-        self._places = np.empty(len(xs), np.int64)
-        rows = np.empty(len(xs))
-        compiled.group_rows(self.codes, xs, self.omitted, self.starts, self._places, rows)
-        return rows[: self.starts[-1]]
-
-    def unsort_compiled(self, compiled: SimpleNamespace, averages: Array, latest: Array) -> Array:
-        """As `unsort`; an omitted sample has the average that its group had, at first `latest`."""
-        if self.sorted and not self.omitted:
-            return averages
-        out = np.empty(len(self.xs))
-        compiled.ungroup_rows(self.codes, self._places, averages, latest, out)
-        return out
+    Samples without a group, whose code is negative, are left out. There is no order if none is
+    needed, and there are no codes if there is one group.
+    """
+    if codes is None:
+        return None, None
+    codes = np.asarray(codes, np.int64)
+    if not len(codes) or (codes[0] >= 0 and (codes[1:] >= codes[:-1]).all()):
+        return None, codes
+    if loops is None:
+        small = number < 2**16 - 1  # which NumPy sorts much faster
+        order = np.argsort((codes + 1).astype(np.uint16 if small else np.int64), kind="stable")
+        order = order[np.count_nonzero(codes < 0) :]
+    else:
+        sizes = np.bincount(codes + 1, minlength=number + 1)
+        order = np.empty(len(codes), np.int64)
+        loops.sort_groups(codes + 1, np.cumsum(sizes) - sizes, order)
+        order = order[sizes[0] :]
+    return order, codes[order]
 
 
 def averages_for(
@@ -524,7 +526,8 @@ def averages_for(
     return state
 
 
-def _part(keys: Any, xs: Any) -> Part:
+def part_of(keys: Any, xs: Any) -> Part:
+    """Return samples by key as a `Part`."""
     samples = numbers(xs, "samples") if np.size(xs) else np.empty(np.shape(xs))
     if samples.ndim == 0:
         raise ValueError(f"samples: expected a sequence of them, got the number {samples}")
@@ -541,8 +544,8 @@ def _part(keys: Any, xs: Any) -> Part:
     return np.fromiter(map(places.__getitem__, each), np.int64, len(each)), list(places), samples
 
 
-def _floats(means: Any) -> list[float]:
-    return [float(mean) for mean in means]
+def _no_key(key: Any) -> KeyError:
+    return KeyError(f"key: expected one that has had a sample, got {shown(key)}")
 
 
 def _check_key(key: Hashable) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, get_args
 
-from tailavg.core.extras import needs
+from tailavg.extras import needs
 
 with needs("spark"):
     import pandas as pd

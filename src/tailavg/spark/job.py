@@ -11,19 +11,21 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tailavg.core.extras import needs
+from tailavg.extras import needs
 
 with needs("spark"):
     import pyarrow as pa
     import pyarrow.compute as pc
 
-from tailavg.core import state as layout
 from tailavg.core.rules import Rule
 from tailavg.core.windows import Window, shown
-from tailavg.numpy import TailAverage, compiling, loops
+from tailavg.io import state as layout
+from tailavg.numpy import TailAverage
 from tailavg.numpy.arithmetic import Array
 from tailavg.numpy.average import NanPolicy
-from tailavg.numpy.packed import Packed, record
+from tailavg.numpy.kernel import kernel
+from tailavg.numpy.keyed import as_row, from_row
+from tailavg.numpy.table import Table, record_type
 
 __all__ = [
     "BUCKET",
@@ -156,7 +158,8 @@ class Job:
     @cached_property
     def _record(self) -> np.dtype[Any]:
         order = "<f8" if self.order_type in ("float", "double") else "<i8"
-        parts = [(str(i), record(rule)) for i, rule in enumerate(self.rules * len(self.columns))]
+        rules = self.rules * len(self.columns)
+        parts = [(str(i), record_type(rule)) for i, rule in enumerate(rules)]
         return np.dtype([("version", "u1"), ("ordered", "?"), ("order", order), *parts])
 
     def _records(self, states: Iterable[Any]) -> Array:
@@ -173,16 +176,16 @@ class Job:
                 )
         return np.frombuffer(b"".join(held), self._record).copy()
 
-    def _packed(self, records: Array) -> list[Packed]:
+    def _tables(self, records: Array) -> list[Table]:
         """The averages in records, for each column and rule."""
         rules = self.rules * len(self.columns)
-        return [Packed.from_records(rule, records[str(i)]) for i, rule in enumerate(rules)]
+        return [Table.from_records(rule, records[str(i)]) for i, rule in enumerate(rules)]
 
-    def _stored(self, records: Array, packed: Sequence[Packed]) -> list[bytes]:
+    def _stored(self, records: Array, tables: Sequence[Table]) -> list[bytes]:
         """Records of these averages, as bytes."""
-        for i, one in enumerate(packed):
-            records[str(i)] = one.records()
-        return [one.tobytes() for one in records]
+        for i, table in enumerate(tables):
+            records[str(i)] = table.records()
+        return [record.tobytes() for record in records]
 
     def spell(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """States as JSON, in rows for each column and rule."""
@@ -191,11 +194,10 @@ class Job:
             rest = batch.drop_columns(["state"])
             if self.order_by is not None:
                 rest = rest.append_column(self.order_by, self._orders(records))
-            for i, packed in enumerate(self._packed(records)):
-                states = []
-                for average in packed.averages(np.arange(len(packed))):
-                    state = average.state_dict() | {"nan_policy": self.nan_policy}
-                    states.append(json.dumps(state))
+            for i, table in enumerate(self._tables(records)):
+                empty = TailAverage(table.rule, dtype=np.float64, nan_policy=self.nan_policy)
+                averages = [from_row(table, row, empty) for row in range(len(table))]
+                states = [json.dumps(average.state_dict()) for average in averages]
                 column = pa.array([self.columns[i // len(self.rules)]] * len(states))
                 yield rest.append_column("column", column).append_column("state", pa.array(states))
 
@@ -211,7 +213,7 @@ class Job:
         """From rows of states in JSON: the keys, and the state of each as bytes."""
         codes, keys = _codes(rows, self.by)
         records = self._records(load(keys))
-        packed = self._packed(records)
+        tables = self._tables(records)
         found = zip(rows[COLUMN].to_pylist(), rows[STATE].to_pylist(), strict=True)
         for code, (column, text) in zip(codes.tolist(), found, strict=True):
             state = json.loads(text)
@@ -227,11 +229,11 @@ class Job:
                 )
             place = self.columns.index(column) * len(self.rules) + self.rules.index(average.rule)
             if average.count:
-                packed[place].hold(code, average)
+                tables[place].put(np.array([code]), as_row(average))
         if self.order_by is not None:
             known, numbers = _ranks(rows[self.order_by])
             records["ordered"][codes], records["order"][codes] = known, numbers
-        return zip(keys, self._stored(records, packed), strict=True)
+        return zip(keys, self._stored(records, tables), strict=True)
 
     # Averages.
 
@@ -253,11 +255,11 @@ class Job:
         rows, codes, late = rows.take(pa.array(order)), codes[order], late[order]
         kept = ~late if self.late == "drop" else np.ones(len(codes), bool)
         ends = np.cumsum(np.bincount(codes, minlength=len(keys))) - 1
-        packed = self._packed(records)
+        tables = self._tables(records)
         averages = [
             average
             for i, x in enumerate(xs)
-            for average in self._scan(packed, i, x[order], codes, kept)
+            for average in self._scan(tables, i, x[order], codes, kept)
         ]
         if self.order_by is not None:
             newest, known = numbers[order][ends], known[order][ends]
@@ -274,10 +276,10 @@ class Job:
             (*self.names, LATE, KEPT), (*averages, pa.array(late), pa.array(kept)), strict=True
         ):
             rows = rows.append_column(name, column)
-        return rows, zip(keys, self._stored(records, packed), strict=True)
+        return rows, zip(keys, self._stored(records, tables), strict=True)
 
     def _scan(
-        self, packed: list[Packed], column: int, x: Array, codes: Array, kept: Array
+        self, tables: list[Table], column: int, x: Array, codes: Array, kept: Array
     ) -> list[pa.Array]:
         """The averages of one column after each row, for each window."""
         missing = np.isnan(x) & kept
@@ -287,29 +289,21 @@ class Job:
                 f"{int(missing.sum())} in {len(x)} rows"
             )
         counted = kept & ~missing if self.nan_policy == "omit" else kept
-        sizes = np.bincount(codes[counted], minlength=len(packed[0]))
-        starts = np.concatenate([[0], np.cumsum(sizes)])
-        latest = np.cumsum(counted) - 1  # that was counted, up to each row
-        own = latest >= starts[codes]  # it is of the same key
-        numbers, out = x[counted], dict[int, pa.Array]()
-        fastest = loops.fastest(len(numbers)) if compiling.installed() else loops.plain
-        for its, one in enumerate(packed[column * len(self.rules) :][: len(self.rules)]):
-            places = [place for place, (rule, _) in enumerate(self.reads) if rule == its]
+        out, loops = dict[int, pa.Array](), kernel(len(x), max(1, len(tables[0])))
+        for number, table in enumerate(tables[column * len(self.rules) :][: len(self.rules)]):
+            places = [place for place, (rule, _) in enumerate(self.reads) if rule == number]
             windows = [self.reads[place][1] for place in places]
-            before = None if own.all() else one.take(np.arange(len(one)))
-            compiled = None if fastest is loops.plain else fastest
-            found = one.scan(numbers, starts, windows, compiled)
-            for place, window, averages in zip(places, windows, found, strict=True):
-                if before is None:
-                    out[place] = pa.array(averages[latest])
-                    continue
-                held = np.full(len(one), np.nan)
-                for key in np.unique(codes[~own]).tolist():
-                    if before.counts[key]:
-                        held[key] = before.average(key).value(window)
-                values = held[codes]
-                values[own] = averages[latest[own]]
-                out[place] = pa.array(values, mask=~own & (before.counts[codes] == 0))
+            before = table.counts.copy()
+            with np.errstate(all="ignore"):
+                found = table.scan_groups(codes, x, counted, windows, loops)
+            mask = None
+            if not counted.all():  # a key has no average before its first sample
+                taken = np.cumsum(counted)
+                first = np.concatenate([[0], np.cumsum(np.bincount(codes, minlength=len(table)))])
+                start = np.concatenate([[0], taken])[first[:-1]]
+                mask = (before[codes] == 0) & (taken == start[codes])
+            for place, averages in zip(places, found, strict=True):
+                out[place] = pa.array(averages, mask=mask)
         return [out[place] for place in range(len(self.reads))]
 
     def _late_row(self, rows: pa.Table, codes: Array, late: Array, records: Array) -> ValueError:

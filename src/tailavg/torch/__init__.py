@@ -1,6 +1,6 @@
 """Tail averages of the weights of PyTorch models."""
 
-from tailavg.core.extras import needs
+from tailavg.extras import needs
 
 with needs("torch"):
     from tailavg.torch.batchnorm import (

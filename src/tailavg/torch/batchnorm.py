@@ -26,23 +26,17 @@ def convert_tail_batchnorm(model: nn.Module, window: AnyWindow) -> nn.Module:
     """Make the running statistics of every BatchNorm in `model` average a window of batches.
 
     They follow the growing exponential, `Exponential(window)`: over the last quarter of all batches
-    so far for `window=0.25`, over the last hundred for `window=100`. After every batch they have
-    the variance of an average of that many. An empty batch is not counted.
+    so far for `window=0.25`, over the last hundred for `window=100`. An empty batch is not counted.
 
-    Training outputs do not change. Neither does the state dict: the step is the existing buffer
-    `num_batches_tracked`. So a converted model can load a checkpoint of the plain one, and the
-    other way round. The first batch after `num_batches_tracked == 0` replaces the statistics. Keep
-    them in float32, as autocast does: in 16 bits, an average over hundreds of batches stops moving.
+    Training outputs and the keys of the state dict do not change, so checkpoints load both ways:
+    the step is the existing buffer `num_batches_tracked`. Keep the statistics in float32, as
+    autocast does: in 16 bits, an average over hundreds of batches stops moving. A `momentum` that
+    is a number is ignored; `None` keeps torch's meaning, the plain mean, as `update_bn` needs it.
 
-    A `momentum` that is a number is ignored. `None` keeps torch's meaning, the plain mean of all
-    batches, whether a module was made with it or got it since. So torch's `update_bn` keeps
-    working.
-
-    The modules remain the same objects, with their parameters, buffers, hooks and flags; only their
-    class changes, as with torch's lazy modules. Converting a converted model changes the window.
-    Modules that track no statistics are left alone. So are, with a warning, subclasses that are not
-    torch's own and lazy modules that have not seen a batch. To synchronise the statistics across
-    processes, call `SyncBatchNorm.convert_sync_batchnorm` first.
+    The modules remain the same objects; only their class changes, as with torch's lazy modules.
+    Converting a converted model changes the window. Modules that track no statistics are left
+    alone, and so are, with a warning, subclasses that are not torch's own and lazy modules that
+    have not seen a batch. Call `SyncBatchNorm.convert_sync_batchnorm` before, if you need it.
 
     Args:
         model: Any module, including a BatchNorm itself.
@@ -81,14 +75,11 @@ def convert_tail_batchnorm(model: nn.Module, window: AnyWindow) -> nn.Module:
 
 
 def revert_batchnorm(model: nn.Module) -> nn.Module:
-    """Make every BatchNorm that `convert_tail_batchnorm` has changed torch's own again.
+    """Undo `convert_tail_batchnorm`: the same modules and statistics, with torch's own classes.
 
-    The modules remain the same objects and keep their statistics. From here on their momentum
-    counts again.
-
-    A converted model can be traced, scripted, exported and compiled as it is. Revert it, or a copy,
-    for what knows only torch's own classes, such as `torch.ao.quantization.fuse_modules`, and to
-    pickle it for a place without this library.
+    A converted model can be traced, scripted, exported and compiled. Revert it, or a copy, for
+    tools that know only torch's own classes, such as `torch.ao.quantization.fuse_modules`, and to
+    pickle it for a process without this library.
 
     Args:
         model: Any module, including a BatchNorm itself.

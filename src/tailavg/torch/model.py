@@ -11,51 +11,26 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from tailavg.core import profile as profiles
-from tailavg.core.rules import AnyTail, Rule, as_rule, size_of
-from tailavg.core.state import nothing_yet
-from tailavg.core.windows import AnyWindow, Reals, positive_int
+from tailavg.core.rules import AnyTail, Rule, as_rule
+from tailavg.core.windows import AnyWindow
 from tailavg.torch.accumulators import Accumulators
-from tailavg.torch.memory import Memory, Offload
-from tailavg.torch.swap import Aside
+from tailavg.torch.storage import MemoryStorage, Offload
+from tailavg.torch.swap import SavedWeights
 from tailavg.torch.tracking import Buffers, Tracking, is_sharded, outside_autograd, unwrap
+from tailavg.torch.updates import CountedUpdates
 
 __all__ = ["AveragedModel"]
 
 Device = torch.device | str | int | None
 
 
-class _Hook:
-    """Lets an averaged model's module catch up, when someone who holds it calls or saves it.
-
-    It has an owner while the module is behind. That of a copy of the module alone does nothing.
-    """
-
-    owner: AveragedModel | None = None
-
-    def __call__(self, *_: Any) -> None:
-        # what is compiled or traced must not have the averaging in it
-        if torch.compiler.is_dynamo_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
-            return
-        if self.owner is not None:
-            if torch.compiler.is_compiling():
-                raise RuntimeError(
-                    "export: expected a module with the average, got one that waits for it since "
-                    "the last update; export averaged.module, and not a module held before"
-                )
-            self.owner._show_holders()
-
-    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
-        return _Hook, ()
-
-
-class AveragedModel(Module):
+class AveragedModel(CountedUpdates, Module):
     """A drop-in for `torch.optim.swa_utils.AveragedModel`: a copy of a model with tail averages.
 
     Call `update_parameters(model)` after each step of the optimizer, then call this like the model.
-    The average is computed on demand: by `module`, `forward`, `parameters()` and `state_dict()`,
-    and when a module that you hold is called or gives its `state_dict()`. Before the first update
-    the copy has the weights of the original.
+    The average is computed on demand: by `module`, `forward`, `parameters()` and `state_dict()`. A
+    module that you took from `averaged.module` before an update is stale after it: ask
+    `averaged.module` again. Before the first update the copy has the weights of the original.
 
     Args:
         model: The model to copy. Sharded models cannot be copied: use `ParameterAverage`.
@@ -80,6 +55,7 @@ class AveragedModel(Module):
 
     n_averaged: Tensor
     module: Module
+    _update_call = "update_parameters(model) after each step"
 
     @overload
     def __init__(
@@ -141,8 +117,9 @@ class AveragedModel(Module):
                 f"{use_buffers!r} with buffers={buffers!r}; leave use_buffers out"
             )
         self.use_buffers = buffers == "average"
-        self._every = positive_int(update_every, "update_every")
+        self._count_calls(update_every)
         self._options: dict[str, Any] = {"buffers": buffers}
+        Tracking(model, **self._options)  # refuses shared memory, which a copy does not show
         module = deepcopy(unwrap(model))
         if device is not None:
             module.to(device)
@@ -151,9 +128,7 @@ class AveragedModel(Module):
         self._source: Tracking | None = None
         self._path: list[str] = []  # to the source, inside of wrappers
         self._shown = 0  # the count at which the module got the average
-        # what to copy into the module then, unless someone wrote there since the update
-        self._rest: list[tuple[str, Tensor, int, Tensor]] = []
-        self._hook, self._hooked = _Hook(), False
+        self._not_averaged: dict[str, Tensor] = {}  # values to copy into the module then
         self.module = module
         self.register_buffer("n_averaged", torch.tensor(0, dtype=torch.long, device=device))
 
@@ -164,28 +139,18 @@ class AveragedModel(Module):
         The model may come in a wrapper without tensors of its own, under which it has the same
         names.
         """
-        if self._accumulators.calls + 1 < self._every:
-            self._accumulators.calls += 1
+        if self._skips_call():
             return
-        if not self._hooked:
-            self._target.refresh(self._move)
-            for hooks in self._hooks():
-                hooks[-id(self._hook)] = self._hook  # torch's own ids are not negative
-            self._hooked = True
         source = self._source
         if source is None or source.module is not self._inside(model) or not source.is_current():
             source = self._bind(model)
-        theirs, mine = self._copied(source), self._copied(self._target)
+        copied = self._copied(source)
 
-        def keep_the_rest() -> None:
-            self._rest = [
-                (name, tensor, tensor._version, theirs[name].clone())
-                for name, tensor in mine.items()
-            ]
+        def finish() -> None:
+            self._not_averaged = {name: tensor.clone() for name, tensor in copied.items()}
             self.n_averaged.fill_(self.count)
-            self._hook.owner = self
 
-        self._accumulators.add(keep_the_rest)
+        self._accumulators.add(finish)
 
     def _bind(self, model: Module) -> Tracking:
         """Take samples from this model from now on."""
@@ -229,77 +194,21 @@ class AveragedModel(Module):
         skip = self._options["buffers"] == "skip"
         return tracking.parameters | ({} if skip else tracking.buffers)
 
-    def _hooks(self) -> Iterator[dict[Any, Any]]:
-        """The hooks that run before any part of the module is called or saved."""
-        module: Any = self._modules["module"]
-        for part in module.modules():
-            yield part._forward_pre_hooks
-            yield part._state_dict_pre_hooks
-
-    @property
-    def rule(self) -> Rule:
-        """The rule, with its window."""
-        return self._accumulators.clock.rule
-
-    @property
-    def count(self) -> int:
-        """The number of updates so far, t; `n_averaged` has it as a tensor."""
-        return self._accumulators.clock.count
-
-    @property
-    def size(self) -> float:
-        """The size of the window, k_t. `profile` has the effective size."""
-        return size_of(self.rule, None, self.count)
-
-    def weights(self) -> Reals:
-        """The weight of each of the `count` updates, oldest first."""
-        self._accumulators.require_whole()
-        clock = self._accumulators.clock
-        return profiles.dense_weights(clock.rule, clock.starts, clock.count)
-
-    def profile(self) -> profiles.Profile:
-        """A summary of the weights: effective size, mean age, oldest age."""
-        self._accumulators.require_whole()
-        clock = self._accumulators.clock
-        if not clock.count:
-            raise nothing_yet("profile", "; call update_parameters(model) after each step")
-        return profiles.profile(clock.rule, clock.starts, clock.count)
-
     @outside_autograd
     def _catch_up(self) -> None:
-        """Compute the average, unless it is up to date, and hand out a module without hooks."""
+        """Write the average and the buffers into the module, unless it has them."""
         self._accumulators.require_whole()
-        if self._shown != self.count:
-            frozen = self._frozen()
-            self._target.refresh(self._move)
-            self._show(frozen)
-        if self._hooked:
-            for hooks in self._hooks():
-                hooks.pop(-id(self._hook), None)
-            self._hooked = False
-
-    @outside_autograd
-    def _show_holders(self) -> None:
-        """Catch up for those who hold the module, unless other tensors are in it for a while."""
-        self._accumulators.require_whole()
-        if self._target.is_current():
-            self._show(self._frozen())
-        else:
-            self._source = None  # they stay if they are there at the next update
-
-    def _frozen(self) -> dict[str, Tensor]:
+        if self._shown == self.count:
+            return
         source = self._source
-        return source.frozen() if source is not None and source.is_current() else {}
-
-    def _show(self, frozen: Mapping[str, Tensor]) -> None:
+        frozen = source.frozen() if source is not None and source.is_current() else {}
+        self._target.refresh(self._move)
         self._accumulators.write(self._accumulators.clock.terms(), self._target.locals, frozen)
         mine = self._copied(self._target)
-        for name, tensor, version, value in self._rest:
-            now = mine.get(name)
-            if now is not None and (now is not tensor or now._version == version):
-                now.copy_(value)
-        self._shown, self._hook.owner = self.count, None
-        self._rest = []
+        for name, value in self._not_averaged.items():
+            mine[name].copy_(value)
+        self._shown = self.count
+        self._not_averaged = {}
 
     # Every way to read the module.
 
@@ -329,8 +238,8 @@ class AveragedModel(Module):
         return super().state_dict(*args, **kwargs)
 
     def get_extra_state(self) -> dict[str, Any]:
-        """The state of the average, in the layout of `tailavg.core.state`."""
-        return self._accumulators.state_dict() | {"calls": self._accumulators.calls}
+        """The state of the average, in the layout of `tailavg.io.state`."""
+        return self._accumulators.state_dict()
 
     @outside_autograd
     def set_extra_state(self, state: Any) -> None:
@@ -338,7 +247,7 @@ class AveragedModel(Module):
         try:
             if state is not None:
                 self._accumulators.loaded(state, self._target)()
-                self._shown, self._hook.owner = self.count, None
+                self._shown = self.count
         finally:
             self.n_averaged.fill_(self.count)  # torch may have loaded another one
 
@@ -354,9 +263,9 @@ class AveragedModel(Module):
         """
         if state_dict.get("_extra_state") is None:
             raise ValueError(
-                "state_dict: expected one from tailavg.torch.AveragedModel, got one without the "
-                "state of an average, as torch's own AveragedModel saves it; to start a new "
-                "average from those weights, load them into the model and call update_parameters"
+                "state_dict: it has no state of an average, as if torch's own AveragedModel saved "
+                "it; expected one from tailavg.torch.AveragedModel. To start a new average from "
+                "these weights, load them into the model and call update_parameters"
             )
         if self._accumulators.whole:
             self._catch_up()  # so that all that may have to be put back is in the module
@@ -369,9 +278,8 @@ class AveragedModel(Module):
             weights["n_averaged"] = self.n_averaged.clone()
         if hasattr(state_dict, "_metadata"):  # the versions of modules
             weights._metadata = state_dict._metadata  # type: ignore[attr-defined]
-        aside = Aside(target, target.averaged | target.parameters | target.buffers, Memory(None))
-        for memory in aside.memory.values():
-            aside.keep([memory])
+        tensors = target.averaged | target.parameters | target.buffers
+        saved = SavedWeights(target, tensors, MemoryStorage(None))
         whole, accumulators.whole = accumulators.whole, False
         loaded = False
         try:
@@ -380,10 +288,10 @@ class AveragedModel(Module):
             loaded, accumulators.whole = True, whole
             resume()  # which says by itself whether it left all as it was
         except BaseException:
-            aside.put_back()
+            saved.restore()
             accumulators.whole = accumulators.whole if loaded else whole
             raise
-        self._shown, self._hook.owner = self.count, None
+        self._shown = self.count
         self.n_averaged.fill_(self.count)
         return keys
 
@@ -417,20 +325,15 @@ def _by_name(args: tuple[Any, ...], options: Mapping[str, Any]) -> dict[str, Any
     given = dict(zip(names, args, strict=False))
     if len(args) > len(names):
         raise TypeError(f"expected at most model, {', '.join(names)} by position, got more")
-    for name in given:
-        if name in options:
-            hint = "; a device of a number goes by its name: device=…" if name == "rule" else ""
-            raise TypeError(
-                f"{name}: expected it once, got {given[name]!r} by position and "
-                f"{options[name]!r} by name{hint}"
-            )
+    if twice := [name for name in given if name in options]:
+        raise TypeError(f"{twice[0]}: given by position and by name; a device index needs device=…")
     given |= options
     for name in ("avg_fn", "multi_avg_fn"):
         if given.pop(name, None) is not None:
             raise TypeError(
-                f"{name}: expected a rule in its place: get_ema_{name}(decay) is "
-                "rule=Exponential(k) with k = (1 + decay) / (1 - decay), so 0.999 is "
-                "Exponential(1999); an equal average, as get_swa_avg_fn() makes, is rule=1.0"
+                f"{name}: pass a rule instead: for get_ema_{name}(decay), rule=Exponential(k) with "
+                "k = (1 + decay) / (1 - decay), so Exponential(1999) for 0.999; for the equal "
+                "average of get_swa_avg_fn(), rule=1.0"
             )
     if given.get("rule") is None:
         raise TypeError(

@@ -14,15 +14,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from tailavg.core import profile as profiles
 from tailavg.core.decay import Reading
-from tailavg.core.rules import AnyTail, Rule, as_rule, size_of
-from tailavg.core.state import nothing_yet, read, write_folder
-from tailavg.core.windows import AnyWindow, Reals, positive_int
+from tailavg.core.rules import AnyTail, Rule, as_rule
+from tailavg.core.windows import AnyWindow
+from tailavg.io.state import read, write_folder
 from tailavg.torch.accumulators import Accumulators
 from tailavg.torch.export import write_safetensors
-from tailavg.torch.memory import Offload
-from tailavg.torch.swap import Aside
+from tailavg.torch.storage import Offload
+from tailavg.torch.swap import SavedWeights
 from tailavg.torch.tracking import (
     Buffers,
     Choice,
@@ -33,6 +32,7 @@ from tailavg.torch.tracking import (
     outside_autograd,
     sharded_like,
 )
+from tailavg.torch.updates import CountedUpdates
 
 __all__ = ["ParameterAverage", "Selection"]
 
@@ -59,7 +59,7 @@ def default_windows(shortest: float) -> list[float]:
     return sorted({shortest, *(fraction for fraction in inner if shortest < fraction < 1), 1.0})
 
 
-class ParameterAverage:
+class ParameterAverage(CountedUpdates):
     """The tail average of a model's parameters.
 
     Call `update()` after each step of the optimizer, or `attach` it once; evaluate inside
@@ -103,6 +103,8 @@ class ParameterAverage:
         9.0
     """
 
+    _update_call = "update() after the optimizer's step"
+
     @outside_autograd
     def __init__(
         self,
@@ -119,9 +121,8 @@ class ParameterAverage:
         start_after: int = 0,
         offload: Offload = None,
     ) -> None:
-        self._rule = as_rule(rule)
-        self._every = positive_int(update_every, "update_every")
-        self._start = positive_int(start_after, "start_after", least=0)
+        rule = as_rule(rule)
+        self._count_calls(update_every, start_after)
         self._options: dict[str, Any] = {
             "include": include,
             "exclude": exclude,
@@ -134,8 +135,8 @@ class ParameterAverage:
                 "expected at least one floating point tensor to average, got none; include and "
                 "exclude choose them by name, and trainable_only=False takes frozen parameters too"
             )
-        self._accumulators = Accumulators(self._rule, self._tracking.locals, dtype, device, offload)
-        self._aside: Aside | None = None  # the training weights, during a swap
+        self._accumulators = Accumulators(rule, self._tracking.locals, dtype, device, offload)
+        self._saved: SavedWeights | None = None  # the training weights, during a swap
         self._handle: RemovableHandle | None = None
 
     def update(self) -> None:
@@ -144,13 +145,8 @@ class ParameterAverage:
         A parameter that was replaced since the last update is found by its name.
         """
         self._require_training_weights("update")
-        accumulators = self._accumulators
-        # before the first sample, all calls so far
-        due = self._every if accumulators.clock.count else self._start + self._every
-        if accumulators.calls + 1 < due:
-            accumulators.calls += 1
-            return
-        self._add()
+        if not self._skips_call():
+            self._add()
 
     @outside_autograd
     def _add(self) -> None:
@@ -160,11 +156,11 @@ class ParameterAverage:
     def attach(self, optimizer: Optimizer) -> RemovableHandle:
         """Update after every step of the optimizer from now on.
 
-        So batches whose gradients only accumulate do not count, nor do steps that a gradient scaler
+        Batches whose gradients only accumulate do not count, nor do steps that a gradient scaler
         skips.
 
         Args:
-            optimizer: An optimizer of torch, or what wraps one, as `accelerator.prepare` does.
+            optimizer: An optimizer of torch, or a wrapper of one, as from `accelerator.prepare`.
 
         Returns:
             A handle; its `remove()` detaches the average.
@@ -181,22 +177,21 @@ class ParameterAverage:
         """
         if self._handle is not None and self._handle.id in (self._handle.hooks_dict_ref() or ()):
             raise RuntimeError(
-                "attach: expected an average that is not attached, got one that is; call remove() "
-                "on its handle first, or every step would count twice"
+                "attach: the average is attached already, and every step would count twice; call "
+                "remove() on its handle first"
             )
-        found: Any = optimizer
-        while True:
+        inner: Any = optimizer
+        while inner is not None:
             try:
-                self._handle = found.register_step_post_hook(self._after_step)
+                self._handle = inner.register_step_post_hook(self._after_step)
             except AttributeError:  # of a wrapper, such as that of accelerate
-                found = getattr(found, "optimizer", None)
+                inner = getattr(inner, "optimizer", None)
             else:
                 return self._handle
-            if found is None:
-                raise TypeError(
-                    "attach: expected an optimizer of torch, or a wrapper that has one as its "
-                    f"`optimizer`, got {type(optimizer).__name__}; call update() after each step"
-                )
+        raise TypeError(
+            "attach: expected an optimizer of torch, or a wrapper that has one as its `optimizer`, "
+            f"got {type(optimizer).__name__}; call update() after each step"
+        )
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         # with a gradient scaler, a fused optimizer decides by itself to skip a step
@@ -205,52 +200,9 @@ class ParameterAverage:
             self.update()
 
     @property
-    def rule(self) -> Rule:
-        """The rule, with its window."""
-        return self._rule
-
-    @property
     def swapped(self) -> bool:
-        """Whether the training weights are put aside, so that the model may have the averages.
-
-        Examples:
-            >>> average = ParameterAverage(torch.nn.Linear(2, 1), 100)
-            >>> average.update()
-            >>> with average.average_parameters():
-            ...     average.swapped
-            True
-        """
-        return self._aside is not None
-
-    @property
-    def count(self) -> int:
-        """The number of counted updates, t."""
-        return self._accumulators.clock.count
-
-    @property
-    def size(self) -> float:
-        """The size of the window, k_t. `profile` has the effective size."""
-        return size_of(self._rule, None, self.count)
-
-    def weights(self, window: Reading | None = None) -> Reals:
-        """The weight of each of the `count` updates, oldest first."""
-        self._accumulators.require_whole()
-        clock = self._accumulators.clock
-        return profiles.dense_weights(self._rule, clock.starts, self.count, window)
-
-    def profile(self, window: Reading | None = None) -> profiles.Profile:
-        """A summary of the weights: effective size, mean age, oldest age.
-
-        Examples:
-            >>> average = ParameterAverage(torch.nn.Linear(2, 1), 100)
-            >>> for _ in range(250):
-            ...     average.update()
-            >>> round(average.profile().effective_size, 9)
-            100.0
-        """
-        self._require_an_update("profile")
-        clock = self._accumulators.clock
-        return profiles.profile(self._rule, clock.starts, self.count, window)
+        """Whether the training weights are saved, so that the model may have the averages."""
+        return self._saved is not None
 
     # Evaluation.
 
@@ -265,10 +217,11 @@ class ParameterAverage:
         self._require_training_weights("average_parameters")
         terms = self._accumulators.clock.terms(window)
         try:
-            self._put_aside(terms)
+            self._save_weights()
+            self._write(terms)
             yield
         finally:
-            self._put_back()
+            self._restore_weights()
 
     def select_tail(
         self,
@@ -298,11 +251,11 @@ class ParameterAverage:
         """
         self._require_an_update("select_tail")
         if windows is None:
-            if not isinstance(self._rule, AnyTail):
+            if not isinstance(self.rule, AnyTail):
                 raise ValueError(
-                    f"select_tail: expected an AnyTail to choose from, got {self._rule}"
+                    f"select_tail: expected an AnyTail to choose from, got {self.rule}"
                 )
-            windows = default_windows(self._rule.shortest)
+            windows = default_windows(self.rule.shortest)
         chosen = list(windows)
         if not chosen:
             raise ValueError("select_tail: expected at least one window, got none")
@@ -321,44 +274,40 @@ class ParameterAverage:
                 f"select_tail: expected a number for at least one of {chosen}, got NaN for all"
             )
         score = best(finite)
-        for window, one in scores:
-            if one == score:
+        for window, tried in scores:
+            if tried == score:
                 return Selection(window, score, scores)
         raise ValueError(f"best: expected a function that picks one of {finite}, got {score!r}")
 
     def store(self) -> None:
-        """Put the parameters aside until `restore`, so that `copy_to()` may overwrite them."""
+        """Save the parameters until `restore`, so that `copy_to()` may overwrite them."""
         self._require_training_weights("store")
-        self._put_aside(None)
+        self._save_weights()
 
     def restore(self) -> None:
-        """Give the model back the parameters that `store` put aside."""
-        if self._aside is None:
-            raise RuntimeError("restore: expected a store() before it, got none")
-        self._put_back()
+        """Give the model back the parameters that `store` saved."""
+        if self._saved is None:
+            raise RuntimeError("restore: nothing is stored; call store() first")
+        self._restore_weights()
 
     @outside_autograd
-    def _put_aside(self, terms: Sequence[tuple[float, int]] | None) -> None:
-        """Put the weights aside; if terms are given, write that average into the model."""
+    def _save_weights(self) -> None:
         self._look_again()
-        tracking, tensors = self._tracking, dict(self._tracking.averaged)
+        tensors = dict(self._tracking.averaged)
         if self._options["buffers"] != "skip":
-            tensors |= tracking.buffers
-        aside = self._aside = Aside(tracking, tensors, self._accumulators.place)
-        # what has a place of its own is kept just before it is overwritten, which is faster
-        later = terms is not None and not tracking.overlaps
-        for name, memory in aside.memory.items():
-            if not (later and name in tracking.averaged):
-                aside.keep([memory])
-        if terms is not None:
-            keep = aside.keep if later else None
-            self._accumulators.write(terms, tracking.locals, tracking.frozen(), keep)
+            tensors |= self._tracking.buffers
+        self._saved = SavedWeights(self._tracking, tensors, self._accumulators.storage)
 
     @outside_autograd
-    def _put_back(self) -> None:
-        if self._aside is not None:
-            self._aside.put_back()
-            self._aside = None
+    def _restore_weights(self) -> None:
+        if self._saved is not None:
+            self._saved.restore()
+            self._saved = None
+
+    @outside_autograd
+    def _write(self, terms: Sequence[tuple[float, int]]) -> None:
+        """Write the average with these terms into the model."""
+        self._accumulators.write(terms, self._tracking.locals, self._tracking.frozen())
 
     @outside_autograd
     def copy_to(self, model: Source | None = None, window: Reading | None = None) -> None:
@@ -372,7 +321,7 @@ class ParameterAverage:
         self._look_again()
         mine = self._tracking
         if model is None:
-            self._accumulators.write(terms, mine.locals, mine.frozen())
+            self._write(terms)
             return
         other = mine.of(model, self._options)
         rest = dict(mine.parameters)
@@ -380,18 +329,20 @@ class ParameterAverage:
             rest |= mine.buffers
         into = {**other.averaged, **other.parameters, **other.buffers}
         into = {name: into[name] for name in (*mine.averaged, *rest)}
-        for pair in mine.tied_otherwise(other):
-            if len(pair) > 1 and all(mine.aliases.get(name) in into for name in pair):
+        names: dict[int, str] = {}
+        apart = [(name, tensor) for _, name, tensor in other.apart if name in into]
+        for name, tensor in (*into.items(), *apart):
+            first = names.setdefault(id(tensor), name)
+            if first != name:
                 raise ValueError(
-                    f"model: expected {' and '.join(sorted(pair))} to share memory only as in the "
-                    "averaged model, got tensors that share it otherwise"
+                    f"model: {first} and {name} are one tensor in this model, but not in the "
+                    "averaged one, so it cannot hold both averages; clone() one of them"
                 )
         self._accumulators.write(terms, other.locals, mine.frozen())
         for name, tensor in rest.items():
             local(into[name]).copy_(local(tensor))
-        for _, name, tensor in other.apart:
-            if name in into:
-                local(tensor).copy_(local(into[name]))
+        for name, tensor in apart:
+            local(tensor).copy_(local(into[name]))
 
     # Export.
 
@@ -399,16 +350,10 @@ class ParameterAverage:
     def averaged_state_dict(
         self, dtype: torch.dtype | None = None, window: Reading | None = None
     ) -> dict[str, Any]:
-        """The state dict of the averaged model, with the keys of `model.state_dict()`.
+        """Return the state dict of the averaged model, with the keys of `model.state_dict()`.
 
         Its tensors are new. They have `dtype`, or by default the dtypes of the parameters, and are
         sharded like the parameters.
-
-        Examples:
-            >>> average = ParameterAverage(torch.nn.Linear(2, 1), 100)
-            >>> average.update()
-            >>> list(average.averaged_state_dict())
-            ['weight', 'bias']
         """
         self._require_an_update("averaged_state_dict")
         terms = self._accumulators.clock.terms(window)
@@ -427,35 +372,30 @@ class ParameterAverage:
             id(tensor): sharded_like(averages[name], tensor)
             for name, tensor in tracking.averaged.items()
         }
-        made |= {
-            id(twin): made[id(tracking.averaged[name])]
-            for name, twin in tracking.twins
-            if name in tracking.averaged
-        }
-        rest = (tracking.parameters | tracking.buffers).values()
-        known = {id(tensor) for tensor in (*rest, *(twin for _, twin in tracking.twins))}
+        for name, twin in tracking.twins:
+            if name in tracking.averaged:
+                made[id(twin)] = made[id(tracking.averaged[name])]
+        others = [*(tracking.parameters | tracking.buffers).values()]
+        known = {id(tensor) for tensor in (*others, *(twin for _, twin in tracking.twins))}
         state = tracking.state_dict()
         for key, value in state.items():
-            if isinstance(value, Tensor):
-                name = tracking.aliases.get(key)
-                # a hook may have returned another tensor: then go by the name
-                named = tracking.averaged.get(name or "", value)
-                tensor = value if id(value) in made else named
-                if (
-                    id(tensor) not in made
-                    and id(tensor) not in known
-                    and name is None
-                    and value.is_floating_point()
-                    and not key.endswith("_extra_state")
-                ):
+            if not isinstance(value, Tensor):
+                continue
+            name = tracking.aliases.get(key, "")
+            if id(value) in made or name not in tracking.averaged:
+                tensor = value
+            else:  # a hook returned another tensor: go by the name
+                tensor = tracking.averaged[name]
+            if id(tensor) not in made:
+                made_by_hook = not name and id(value) not in known and value.is_floating_point()
+                if made_by_hook and not key.endswith("_extra_state"):
                     raise ValueError(
-                        f"averaged_state_dict: {key}: expected the model's own tensors in its "
-                        "state_dict(), got one made from them; inside average_parameters(), "
-                        "model.state_dict() has the averages"
+                        f"averaged_state_dict: {key} is not one of the model's own tensors, but "
+                        "made from them by state_dict(); call model.state_dict() inside "
+                        "average_parameters() instead"
                     )
-                if id(tensor) not in made:
-                    made[id(tensor)] = value.detach().to(kind(value), copy=True)
-                state[key] = made[id(tensor)]
+                made[id(tensor)] = value.detach().to(kind(value), copy=True)
+            state[key] = made[id(tensor)]
         return state
 
     def full_state_dict(
@@ -491,7 +431,7 @@ class ParameterAverage:
 
     @outside_autograd
     def state_dict(self) -> dict[str, Any]:
-        """The complete state, in the layout of `tailavg.core.state`.
+        """The complete state, in the layout of `tailavg.io.state`.
 
         As in torch, its tensors are those of the average itself, not copies: save them before the
         next update. `torch.save`, `torch.load(weights_only=True)` and, for sharded models,
@@ -499,8 +439,7 @@ class ParameterAverage:
         """
         self._require_training_weights("state_dict")
         self._look_again()
-        state = self._accumulators.state_dict(self._tracking.averaged)
-        return state | {"calls": self._accumulators.calls}
+        return self._accumulators.state_dict(self._tracking.averaged)
 
     @outside_autograd
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -517,31 +456,19 @@ class ParameterAverage:
 
     @outside_autograd
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the complete state to a folder, whole or not at all.
+        """Write the complete state to a folder, completely or not at all.
 
-        It has `state.json`, a safetensors file for each closed block, and `open.safetensors` for
-        the rest. A closed block never changes. So with `offload` to a folder on the same file
-        system, its file is linked and not written again, and only 8 bytes a parameter are written.
-        Each saved folder is complete by itself; an older one of that name is replaced in one step.
+        The folder has `state.json`, a safetensors file for each closed block, and
+        `open.safetensors` for the rest. With `offload` to a folder on the same file system, the
+        files of closed blocks, which never change, are linked instead of written. Each saved folder
+        is complete by itself; an older one of that name is replaced in one step.
 
         Raises:
             TypeError: If the model is sharded; `torch.distributed.checkpoint` saves `state_dict()`.
-
-        Examples:
-            >>> import tempfile
-            >>> model = torch.nn.Linear(2, 1)
-            >>> average, resumed = ParameterAverage(model, 100), ParameterAverage(model, 100)
-            >>> average.update()
-            >>> with tempfile.TemporaryDirectory() as folder:
-            ...     average.save(f"{folder}/step-1")
-            ...     resumed.load(f"{folder}/step-1")
-            >>> resumed.count
-            1
         """
         if any(map(is_sharded, self._tracking.averaged.values())):
             raise TypeError(
-                "save: expected a model that is not sharded, got one whose processes hold a part "
-                "each; save state_dict() with torch.distributed.checkpoint"
+                "save: the model is sharded; save state_dict() with torch.distributed.checkpoint"
             )
         write_folder(path, self.state_dict(), _in_main_memory, self._accumulators.files())
 
@@ -573,7 +500,7 @@ class ParameterAverage:
 
     def __repr__(self) -> str:
         tensors = len(self._tracking.averaged)
-        return f"<ParameterAverage({self._rule}): {self.count} updates of {tensors} tensors>"
+        return f"<ParameterAverage({self.rule}): {self.count} updates of {tensors} tensors>"
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles."""
@@ -584,18 +511,11 @@ class ParameterAverage:
         """Find replaced parameters."""
         self._tracking.refresh(self._accumulators.bind)
 
-    def _require_an_update(self, call: str) -> None:
-        self._accumulators.require_whole()
-        if not self.count:
-            due = self._start + self._every
-            waits = f" ({self._accumulators.calls} of {due} calls)" if due > 1 else ""
-            raise nothing_yet(call, f"{waits}; call update() after the optimizer's step")
-
     def _require_training_weights(self, call: str) -> None:
-        if self._aside is not None:
+        if self._saved is not None:
             raise RuntimeError(
-                f"{call}: expected a model with its own weights, got one whose weights are "
-                "put aside; leave average_parameters() or call restore() first"
+                f"{call}: the training weights are put aside; leave average_parameters() or call "
+                "restore() first"
             )
 
 

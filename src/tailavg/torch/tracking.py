@@ -36,8 +36,8 @@ Choice = str | Sequence[str] | Callable[[str], bool] | None
 Source = Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | Iterable[Tensor]
 
 Call = TypeVar("Call", bound=Callable[..., Any])
-Form = tuple[torch.Size, torch.Size, str]
-Relation = frozenset[tuple[str, float, tuple[int, ...]]]
+Signature = tuple[torch.Size, torch.Size, str]
+"""The shape of a tensor, the shape of this process's shard, and the kind of its numbers."""
 
 _TRAINS = attrgetter("requires_grad")
 _PLACE = (Tensor.data_ptr, Tensor.stride, attrgetter("nbytes"))  # where a tensor's elements are
@@ -135,34 +135,29 @@ def _leaves_out(state: Mapping[str, Any], name: str, child: Module) -> bool:
     )
 
 
-class _Patterns:
-    """Names chosen by glob patterns or a function. Every pattern must match at least one name."""
+def _patterns(option: str, choice: Choice) -> list[str] | Callable[[str], bool] | None:
+    """Return a function of a name, or glob patterns, as they are given for an option."""
+    if choice is None or (callable(choice) and not isinstance(choice, str)):
+        return choice
+    patterns = [choice] if isinstance(choice, str) else list(choice)
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise TypeError(f"{option}: expected patterns or a function, got {choice!r}")
+    return patterns
 
-    def __init__(self, option: str, choice: Choice) -> None:
-        self.option = option
-        self.choice = choice
-        if isinstance(choice, str):
-            self.choice = [choice]
-        elif choice is not None and not callable(choice):
-            self.choice = list(choice)
-            if not all(isinstance(pattern, str) for pattern in self.choice):
-                raise TypeError(f"{option}: expected patterns or a function, got {choice!r}")
 
-    def among(self, names: Sequence[str]) -> set[str]:
-        if self.choice is None:
-            return set()
-        if callable(self.choice):
-            return {name for name in names if self.choice(name)}
-        chosen = set()
-        for pattern in self.choice:
-            matches = {name for name in names if fnmatchcase(name, pattern)}
-            if not matches:
-                raise ValueError(
-                    f"{self.option}: expected patterns that match names such as {names[0]!r}, "
-                    f"got {pattern!r}, which matches none"
-                )
-            chosen |= matches
-        return chosen
+def _chosen(option: str, choice: Choice, names: Sequence[str]) -> set[str]:
+    """Return the names that a choice means. Every pattern must match at least one name."""
+    if callable(choice):
+        return {name for name in names if choice(name)}
+    chosen = set()
+    for pattern in choice or ():
+        matches = {name for name in names if fnmatchcase(name, pattern)}
+        if not matches:
+            raise ValueError(
+                f"{option}: {pattern!r} matches no name; the names are such as {names[0]!r}"
+            )
+        chosen |= matches
+    return chosen
 
 
 class Tracking:
@@ -170,8 +165,8 @@ class Tracking:
 
     A tensor with several names is listed under the first; `aliases` maps every name to that one.
     Tensors that are the same view of the same memory count as one; `twins` has the others of them.
-    Those that share memory in another way are in `overlaps`. Expanded and sparse tensors, which
-    cannot be written to, appear only in `aliases`.
+    An averaged tensor that shares memory in any other way is refused. Expanded and sparse tensors,
+    which cannot be written to, appear only in `aliases`.
     """
 
     def __init__(
@@ -193,14 +188,14 @@ class Tracking:
             self.module = unwrap(source)
         else:
             self._given, self.unnamed = _given(source)
-        self._include = _Patterns("include", include)
-        self._exclude = _Patterns("exclude", exclude)
+        self._include = _patterns("include", include)
+        self._exclude = _patterns("exclude", exclude)
         self._fsdp: list[Any] = []
-        self.forms: dict[str, Form] = {}
+        self.signatures: dict[str, Signature] = {}
         self.apart: list[tuple[str, str, Tensor]] = []  # see `of`
         self._adopt(self._look())
         self.settle()
-        self.forms = {name: _form(tensor) for name, tensor in self.averaged.items()}
+        self.signatures = {name: _signature(tensor) for name, tensor in self.averaged.items()}
 
     def _tensors(self) -> Iterator[tuple[str, Tensor, bool]]:
         """Every tensor under each of its names, and whether it is a buffer."""
@@ -221,8 +216,8 @@ class Tracking:
         first: dict[Any, str] = {}
         objects: dict[int, Tensor] = {}
         found: dict[str, tuple[Tensor, bool]] = {}
-        trains: set[str] = set(self.forms)  # what is averaged is averaged for good
-        seen = _Seen({}, {}, {}, {}, [], set())
+        trains: set[str] = set(self.signatures)  # what is averaged is averaged for good
+        seen = _Seen({}, {}, {}, {}, [])
         for name, tensor, is_buffer in self._tensors():
             if is_lazy(tensor):
                 raise ValueError(
@@ -238,8 +233,8 @@ class Tracking:
             kept, was_buffer = found.get(known, (tensor, True))
             found[known] = kept, was_buffer and is_buffer
         names = list(seen.aliases)
-        chosen = self._include.among(names) if self._include.choice is not None else set(names)
-        chosen -= self._exclude.among(names)
+        chosen = set(names) if self._include is None else _chosen("include", self._include, names)
+        chosen -= _chosen("exclude", self._exclude, names)
         chosen = {seen.aliases[name] for name in chosen} & trains
         for name, (tensor, is_buffer) in found.items():
             numbers = tensor.is_floating_point() or tensor.is_complex()
@@ -254,23 +249,17 @@ class Tracking:
                 seen.averaged[name] = tensor
             elif writable:
                 (seen.buffers if is_buffer else seen.parameters)[name] = tensor
-        for pair in _overlaps({name: tensor for name, (tensor, _) in found.items()}):
-            kinds = [
-                f"{found[name][0].dtype}, averaged" if name in seen.averaged else "not averaged"
-                for name in pair
-            ]
-            if kinds[0] != kinds[1]:
+        for one, other in _overlaps({name: tensor for name, (tensor, _) in found.items()}):
+            if one in seen.averaged or other in seen.averaged:
                 raise ValueError(
-                    f"{pair[0]} and {pair[1]} share memory: expected that both are averaged, with "
-                    f"one dtype, or neither, got the first {kinds[0]}, the second {kinds[1]}; "
-                    "clone() one of them, or choose both"
+                    f"{one} and {other} share part of their memory, so they cannot be averaged; "
+                    "clone() one of them, or exclude both"
                 )
-            seen.overlaps.add(_relation({name: found[name][0] for name in pair}))
         return seen
 
     def _adopt(self, seen: _Seen) -> None:
         self._ids: list[int] | None = None  # not current until `settle`
-        self.averaged, self.parameters, self.buffers, self.aliases, self.twins, self.overlaps = seen
+        self.averaged, self.parameters, self.buffers, self.aliases, self.twins = seen
         self.locals = {name: local(tensor) for name, tensor in self.averaged.items()}
         watched = [*self.averaged.values(), *(t for name, t in self.twins if name in self.averaged)]
         self._sharded = [tensor for tensor in watched if is_sharded(tensor)]
@@ -307,13 +296,10 @@ class Tracking:
         self.reshard()
         return (
             list(map(id, chain.from_iterable(map(dict.values, self._slots)))) == self._ids
-            and all(list(map(part, self._tensors_seen)) == was for part, was in self._placed())
+            and [list(map(part, self._tensors_seen)) for part in _PLACE] == self._places
             and all(map(_same_shard, self._sharded, self._shards))
             and not any(map(_TRAINS, self._frozen))
         )
-
-    def _placed(self) -> Iterator[tuple[Callable[[Tensor], Any], list[Any]]]:
-        return zip(_PLACE, self._places, strict=True)
 
     def refresh(self, then: Callable[[Mapping[str, Tensor]], None] | None = None) -> None:
         """Look again if the model changed, and call `then` with the tensors to average.
@@ -326,7 +312,7 @@ class Tracking:
         seen = self._look()
         for name, first in seen.aliases.items():
             was = self.aliases.get(name, first)
-            if was != first and was in self.forms:
+            if was != first and was in self.signatures:
                 expected = "memory of its own" if was == name else f"the memory of {was}"
                 got = "its own" if first == name else f"that of {first}"
                 raise ValueError(
@@ -339,7 +325,7 @@ class Tracking:
                 "created, got ones that train; create the average with trainable_only=False if "
                 "some are to be trained later, or create another one now"
             )
-        check_names("model", self.forms, seen.averaged)
+        check_names("model", self.signatures, seen.averaged)
         self._adopt(seen)
         if then is not None:
             then(self.locals)
@@ -361,8 +347,8 @@ class Tracking:
         return state
 
     def slots(self) -> list[dict[str, Any]]:
-        """The dicts in which modules hold parameters and buffers."""
-        return [slots for i, slots in enumerate(self._slots) if i % 3 < 2]
+        """Return the dicts in which modules hold parameters and buffers."""
+        return [slots for i, slots in enumerate(self._slots) if slots and i % 3 < 2]
 
     def of(self, model: Source, options: Mapping[str, Any]) -> Tracking:
         """Another model's tensors under the names of this one.
@@ -385,26 +371,16 @@ class Tracking:
             if alias in its and found.setdefault(name, its[alias]) is not its[alias]:
                 other.apart.append((alias, name, its[alias]))
         for attribute in ("averaged", "parameters", "buffers"):
-            forms = {name: _form(tensor) for name, tensor in getattr(self, attribute).items()}
-            same = {name: found[name] for name in forms if name in found}
-            check_names("model", forms, same)
+            mine: dict[str, Tensor] = getattr(self, attribute)
+            signatures = {name: _signature(tensor) for name, tensor in mine.items()}
+            same = {name: found[name] for name in signatures if name in found}
+            check_names("model", signatures, same)
             for alias, name, tensor in other.apart:
-                if name in forms:
-                    check_names("model", {alias: forms[name]}, {alias: tensor})
+                if name in signatures:
+                    check_names("model", {alias: signatures[name]}, {alias: tensor})
             setattr(other, attribute, same)
         other.locals = {name: local(tensor) for name, tensor in other.averaged.items()}
         return other
-
-    def tied_otherwise(self, other: Tracking) -> Iterator[set[str]]:
-        """The names that share memory in another model, of those in `of`, and not so in this."""
-        names: dict[int, str] = {}
-        found = (other.averaged | other.parameters | other.buffers).items()
-        for name, tensor in (*found, *((name, tensor) for _, name, tensor in other.apart)):
-            yield {names.setdefault(id(tensor), name), name}
-        for relation in other.overlaps:
-            same = ((self.aliases.get(name), start, steps) for name, start, steps in relation)
-            if frozenset(same) not in self.overlaps:
-                yield {name for name, _, _ in relation}
 
     def reshard(self) -> None:
         """Let FSDP drop the weights that a forward pass gathered, and go back to the shards."""
@@ -438,7 +414,6 @@ class _Seen(NamedTuple):
     buffers: dict[str, Tensor]
     aliases: dict[str, str]
     twins: list[tuple[str, Tensor]]
-    overlaps: set[Relation]
 
 
 def _has_memory(tensor: Tensor) -> bool:
@@ -465,71 +440,61 @@ def _identity(tensor: Tensor) -> Any:
 
 
 def _overlaps(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
-    """The pairs of tensors that have elements in common."""
-    spans = []
+    """Yield the pairs of tensors that have elements in common."""
+    ranges = []
     for name, tensor in tensors.items():
         if _has_memory(tensor):
-            here = local(tensor)
-            start, size = _address(here), here.itemsize
-            steps = [step * size for step in here.stride()]
-            reach = sum((n - 1) * step for n, step in zip(here.shape, steps, strict=True))
-            interface = {
-                "version": 3,
-                "shape": tuple(here.shape),
-                "strides": tuple(steps),
-                "typestr": f"|V{size}",
-                "data": (start, True),
-            }
-            # NumPy compares addresses, and reads nothing
-            array = np.asarray(SimpleNamespace(__array_interface__=interface))
-            spans.append((str(here.device), start, start + reach + size, name, array))
-    open_: list[tuple[str, int, int, str, Any]] = []
-    for span in sorted(spans, key=lambda span: span[:2]):
-        open_ = [one for one in open_ if one[0] == span[0] and one[2] > span[1]]
-        for one in open_:
-            if np.shares_memory(one[4], span[4]):
-                yield one[3], span[3]
-        open_.append(span)
+            here, start = local(tensor), _address(local(tensor))
+            array = _addresses(here, start)
+            end = np.lib.array_utils.byte_bounds(array)[1]
+            ranges.append((str(here.device), start, end, name, array))
+    before: list[tuple[str, int, int, str, Any]] = []  # those that may reach the next one
+    for device, start, end, name, array in sorted(ranges, key=lambda found: found[:2]):
+        before = [found for found in before if found[0] == device and found[2] > start]
+        yield from ((found[3], name) for found in before if np.shares_memory(found[4], array))
+        before.append((device, start, end, name, array))
 
 
-def _relation(pair: Mapping[str, Tensor]) -> Relation:
-    """How two tensors share memory: where each begins, and its steps, in elements."""
-    places = {name: local(tensor) for name, tensor in pair.items()}
-    start = min(map(_address, places.values()))
-    return frozenset(
-        (name, (_address(here) - start) / here.itemsize, here.stride())
-        for name, here in places.items()
-    )
+def _addresses(tensor: Tensor, start: int) -> Any:
+    """Return an array at the addresses of a tensor. NumPy compares them, and reads nothing."""
+    interface = {
+        "version": 3,
+        "shape": tuple(tensor.shape),
+        "strides": tuple(step * tensor.itemsize for step in tensor.stride()),
+        "typestr": f"|V{tensor.itemsize}",
+        "data": (start, True),
+    }
+    return np.asarray(SimpleNamespace(__array_interface__=interface))
 
 
 def _is_expanded(tensor: Tensor) -> bool:
     return any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _form(tensor: Tensor) -> Form:
+def _signature(tensor: Tensor) -> Signature:
     """The shape of a tensor and that of this process's shard, and the kind of its numbers."""
     kind = "complex" if tensor.is_complex() else "real" if tensor.is_floating_point() else "whole"
     return tensor.shape, local(tensor).shape, kind
 
 
-def check_names(what: str, expected: Mapping[str, Form], got: Mapping[str, Tensor]) -> None:
+def check_names(what: str, expected: Mapping[str, Signature], got: Mapping[str, Tensor]) -> None:
     """Raise a ValueError that names the missing, unexpected or misshapen tensors."""
     if missing := [name for name in expected if name not in got]:
         raise ValueError(f"{what}: expected {_listed(missing)}, got none of that name")
     _check_unexpected(what, expected, got)
-    for name, form in expected.items():
+    for name, signature in expected.items():
         if not isinstance(got[name], Tensor):
             raise ValueError(f"{what}: {name}: expected a tensor, got {type(got[name]).__name__}")
-        *shapes, kind = _form(got[name])
-        for shape, its in zip(form, shapes, strict=False):
+        *shapes, kind = _signature(got[name])
+        for shape, its in zip(signature, shapes, strict=False):
             if shape != its:
                 raise ValueError(
                     f"{what}: {name}: expected shape {tuple(shape)}, got {tuple(its)}; "
                     "averaged tensors must keep their shapes"
                 )
         _check_values(f"{what}: {name}", got[name])
-        if kind != form[2]:
-            raise ValueError(f"{what}: {name}: expected {form[2]} numbers, got {kind} ones")
+        if kind != signature[2]:
+            raise ValueError(f"{what}: {name}: expected {signature[2]} numbers, got {kind} ones")
 
 
 def _check_unexpected(what: str, expected: Iterable[str], got: Iterable[str]) -> None:

@@ -1,28 +1,28 @@
-"""The one layout in which every store saves an average, and its way to a file and back.
+"""The layout in which every store saves an average, and the files that hold it.
 
 A state is a dict of plain data:
 
 - `format`, `version`: `"tailavg"`, 1
 - `rule`: the rule and its window, as dicts of their fields with their `type`
 - `nan_policy`: `"propagate"`, `"raise"` or `"omit"`
-- `dtype`: of the accumulators; None while neither asked for nor known
+- `dtype`: the dtype of the accumulators; None if none was chosen and there is no sample yet
 - `scalar`: whether samples are numbers rather than arrays
 - `count`: the number of samples so far, t
-- `starts`: for each block, oldest first, how many samples came before it
-- `blocks`: their means, stacked along the first axis; the last block is open, and its mean is over
-  its samples up to step `folded`
-- `folded`: the step up to which the samples are in the blocks' means
-- `partial`: the sum of the samples since, and of what the last fold rounded off; of an
-  `Exponential`, the sum of sample i times (1 - decay(i)) / (decay(folded + 2) ⋯ decay(i))
+- `starts`: for each block, oldest first, the number of samples before it
+- `blocks`: the means of the blocks, stacked along the first axis; the last block is open, and its
+  mean is over its samples up to step `folded`
+- `folded`: the last step whose sample is in the blocks' means
+- `partial`: the sum of the later samples, and of the rounding error of the last merge into a mean;
+  for an `Exponential`, the sum of sample i times (1 - decay(i)) / (decay(folded + 2) ⋯ decay(i))
 
 When samples are numbers, `blocks` is a list and the whole state is JSON: a complex number is a list
 of its two parts, and one in extended precision is a string.
 
-In averages of models, each block and `partial` are dicts of arrays by name. `calls` may be there,
-too: the number of calls since the last sample, or since the start, if not every call counts. What
-one framework saved another one loads.
+In averages of models, each block and `partial` are dicts of arrays by name. If not every call
+counts as a sample, `calls` is the number of calls since the last sample, or since the start. Every
+framework loads what another one saved.
 
-An `Exponential` has one block and its mean is the average at step `folded`; an `ExactWindow` has
+An `Exponential` has one block, whose mean is the average at step `folded`. An `ExactWindow` has
 blocks of one sample.
 
 Averages by key (`TailAverages`) are of format `"tailavg by key"`. Beside `version`, `rule` and
@@ -37,10 +37,8 @@ its averages, of each what differs between averages of a rule: `count` and all t
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
 import os
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -50,16 +48,16 @@ from zipfile import ZIP_STORED, ZipFile
 import numpy as np
 import numpy.typing as npt
 
-from tailavg.core.files import whole_file, whole_folder
 from tailavg.core.rules import AnyTail, AnytimeWindow, ExactWindow, Exponential, RawTail, Rule
-from tailavg.core.tensors import NAMES, Entry, header, mapped
 from tailavg.core.windows import MOST, Fixed, Growing, shown
+from tailavg.io import folders
+from tailavg.io.files import saved_folder, whole_file
 
 __all__ = [
     "FORMAT",
     "KEYED",
     "STREAM",
-    "STREAM_VERSIONS",
+    "STREAM_VERSION",
     "VERSION",
     "as_json",
     "by_name",
@@ -91,8 +89,7 @@ VERSION = 1
 
 STREAM = "tailavg stream"
 """The format of what `tailavg stream` saves."""
-STREAM_VERSIONS = (2, 3)
-"""Those that are read; the last one is written."""
+STREAM_VERSION = 3
 
 _KEYS: dict[str, Any] = {
     "format": str,
@@ -120,9 +117,6 @@ _KEYED: dict[str, Any] = {
     "partial": list,
 }
 _OPTIONAL: dict[str, Any] = {"calls": int}
-_SCALARS, _OPEN = "state.json", "open.safetensors"  # in a folder
-_NAMES_OF_FILES = re.compile(r"state\.json|open\.safetensors|block-\d+-\d+\.safetensors")
-_NO_LINKS = {errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS}
 _DTYPES = {np.dtype(code).name: np.dtype(code) for code in "fdgFDG"}
 _TYPES: dict[str, Any] = {
     kind.__name__: kind
@@ -131,7 +125,7 @@ _TYPES: dict[str, Any] = {
 
 
 def plain(description: Any) -> Any:
-    """A rule or window as a dict of plain data; anything else as it is.
+    """Return a rule or window as a dict of plain data, and anything else unchanged.
 
     Examples:
         >>> plain(Growing(0.25))
@@ -147,7 +141,7 @@ def plain(description: Any) -> Any:
 
 
 def rule_from(data: Any) -> Rule:
-    """The rule that `plain` described.
+    """Return the rule that `plain` described.
 
     Examples:
         >>> rule_from(plain(Exponential(0.25))) == Exponential(0.25)
@@ -187,7 +181,7 @@ def state(
     folded: int,
     partial: Any,
 ) -> dict[str, Any]:
-    """A state in this layout."""
+    """Return a state in this layout."""
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -203,9 +197,9 @@ def state(
     }
 
 
-def named(part: Any, names: Iterable[str]) -> Mapping[str, Any]:
-    """A block, or a partial sum, as arrays by name; if there is but one, it needs none."""
-    arrays = part if isinstance(part, Mapping) else {"": part}
+def named(block: Any, names: Iterable[str]) -> Mapping[str, Any]:
+    """Return a block, or a partial sum, as arrays by name. A single array needs no name."""
+    arrays = block if isinstance(block, Mapping) else {"": block}
     names = list(names)
     if len(arrays) == len(names) == 1 and ("" in arrays or "" in names):
         return dict(zip(names, arrays.values(), strict=True))
@@ -215,38 +209,35 @@ def named(part: Any, names: Iterable[str]) -> Mapping[str, Any]:
 def by_name(
     state: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The means of the blocks, and the partial sum, as arrays by name.
+    """Return the means of the blocks, and the partial sum, as arrays by name.
 
-    If there is but one array, it needs no name.
+    A single array needs no name. Raise a ValueError if names or shapes differ from `shapes`.
 
     Examples:
         >>> state = {"starts": [0], "blocks": np.array([[1.0, 2.0]]), "partial": np.zeros(2)}
         >>> by_name(state, {"weight": (2,)})
         ([{'weight': array([1., 2.])}], {'weight': array([0., 0.])})
     """
-    found = []
-    held = len(state["starts"])
-    if len(state["blocks"]) < held:
-        raise ValueError(
-            f"state: sizes do not add up: {held} starts, {len(state['blocks'])} blocks"
-        )
-    for part in (*state["blocks"][:held], state["partial"]):
-        arrays = named(part, shapes)
+    blocks, number = state["blocks"], len(state["starts"])
+    if len(blocks) < number:
+        raise ValueError(f"state: sizes do not add up: {number} starts, {len(blocks)} blocks")
+    checked = []
+    for block in (*blocks[:number], state["partial"]):
+        arrays = named(block, shapes)
         if set(arrays) != set(shapes):
             raise ValueError(f"state: expected arrays of {list(shapes)}, got {list(arrays)}")
-        found.append({name: np.asarray(arrays[name]) for name in shapes})
-        for name, shape in shapes.items():
-            got = found[-1][name].shape
-            if got != shape:
-                raise ValueError(f"state: {name}: expected shape {shape}, got {got}")
-    return found[:-1], found[-1]
+        checked.append({name: np.asarray(arrays[name]) for name in shapes})
+        for name, array in checked[-1].items():
+            if array.shape != shapes[name]:
+                raise ValueError(f"state: {name}: expected shape {shapes[name]}, got {array.shape}")
+    return checked[:-1], checked[-1]
 
 
 def unnamed(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state of one array that has a name, without it."""
+    """Return a state of one named array as a state of an array without a name."""
     if len(state["partial"]) != 1:
         names = list(state["partial"])
-        raise ValueError(f"state: expected one array, all that TailAverage holds, got {names}")
+        raise ValueError(f"state: expected one array, as TailAverage holds no more, got {names}")
     (shape,) = map(np.shape, state["partial"].values())
     blocks, partial = by_name(state, {"": shape})
     means = np.array([block[""] for block in blocks]).reshape(len(blocks), *shape)
@@ -257,8 +248,8 @@ def check_nan_policy(state: Mapping[str, Any]) -> None:
     """Raise a ValueError unless NaNs are to propagate, as they do in averages of models."""
     if state["nan_policy"] != "propagate":
         raise ValueError(
-            f"state: nan_policy: expected 'propagate', got {state['nan_policy']!r}, which only "
-            "TailAverage has"
+            f"state: nan_policy: expected 'propagate', got {state['nan_policy']!r}; load it "
+            "with TailAverage"
         )
 
 
@@ -281,7 +272,7 @@ def check_steps(count: int, starts: Sequence[int], folded: int) -> None:
 
 
 def as_json(numbers: npt.NDArray[Any]) -> Any:
-    """Numbers as lists that JSON can hold, to the last digit.
+    """Return numbers as lists that JSON can hold, without rounding.
 
     Examples:
         >>> as_json(np.array([1 + 2j])), as_json(np.float32(0.5))
@@ -295,7 +286,7 @@ def as_json(numbers: npt.NDArray[Any]) -> Any:
 
 
 def from_json(data: Any, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """The numbers that `as_json` wrote.
+    """Return the numbers that `as_json` wrote.
 
     Examples:
         >>> from_json([[1.0, 2.0]], np.dtype(complex))
@@ -312,9 +303,10 @@ def from_json(data: Any, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
 
 
 def check(state: Any) -> dict[str, Any]:
-    """The state, if it has the keys, types and version of this layout; or raise a ValueError.
+    """Return the state, with numbers of JSON as arrays.
 
-    Numbers are no longer as JSON has them.
+    Raises:
+        ValueError: If it lacks the keys, types or version of this layout.
     """
     _check_fields(state, FORMAT, _KEYS, _OPTIONAL)
     dtype = state["dtype"]
@@ -359,7 +351,7 @@ def _check_fields(
 
 
 def write_file(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
-    """Write a state to one .npz file, whole or not at all."""
+    """Write a state to one .npz file, completely or not at all."""
     state = check(state)
     arrays = {key: np.asarray(state[key]) for key in ("starts", "blocks", "partial")}
     header = {key: value for key, value in state.items() if key not in arrays}
@@ -367,7 +359,7 @@ def write_file(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
 
 
 def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The state in a file that `write_file` wrote. Nothing is unpickled."""
+    """Read the state in a file that `write_file` wrote. Nothing is unpickled."""
     header, found = _read_npz(path, "starts", "blocks", "partial")
     return check(header | found | {"starts": found["starts"].tolist()})
 
@@ -375,7 +367,7 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
 def _write_npz(
     path: str | os.PathLike[str], header: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]
 ) -> None:
-    """Write arrays, and a header as JSON, to one .npz file, whole or not at all."""
+    """Write arrays, and a header as JSON, to one .npz file, completely or not at all."""
     if objects := [name for name, array in arrays.items() if array.dtype.hasobject]:
         raise ValueError(f"state: {', '.join(objects)}: expected numbers, got objects")
     with whole_file(path) as file:
@@ -386,10 +378,10 @@ def _write_npz(
 def _read_npz(
     path: str | os.PathLike[str], *names: str
 ) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
-    """The header and the arrays in a file that `_write_npz` wrote. Nothing is unpickled."""
+    """Read the header and the arrays in a file that `_write_npz` wrote."""
     with Path(path).open("rb") as stream:
         try:
-            with ZipFile(stream) as members:  # what is packed could be anything once unpacked
+            with ZipFile(stream) as members:  # a small compressed file could fill the memory
                 if any(member.compress_type != ZIP_STORED for member in members.infolist()):
                     raise ValueError("compressed arrays")
             with np.load(stream, allow_pickle=False) as file:
@@ -410,115 +402,24 @@ def write_folder(
     array: Callable[[Any], npt.NDArray[Any]] = np.asarray,
     written: Mapping[int, Path] | None = None,
 ) -> None:
-    """Write a state of arrays by name to a folder, whole or not at all.
-
-    A closed block never changes, so its file may be shared: folders on one file system link it.
+    """Write a state of arrays by name to a folder, completely or not at all.
 
     Args:
-        path: The folder. One that holds a state, and nothing else, is replaced.
+        path: The folder. A folder that holds a state, and nothing else, is replaced.
         state: The state.
-        array: What makes an array of what the state holds.
-        written: The files of blocks that are written already.
+        array: Converts what the state holds, such as tensors, to arrays.
+        written: Files of closed blocks that exist already, by the place of the block.
     """
-    state = check(state)
-    starts = list(state["starts"])
-    scalars = {key: value for key, value in state.items() if key not in ("blocks", "partial")}
-    with whole_folder(path, _is_state) as folder:
-        for i, name in enumerate(_block_files(starts)):
-            if not _linked((written or {}).get(i), folder / name):
-                _write_arrays(folder / name, state["blocks"][i], array)
-        parts = {f"sum.{name}": value for name, value in state["partial"].items()}
-        if starts and state["folded"] > starts[-1]:
-            mean = state["blocks"][len(starts) - 1]
-            parts |= {f"mean.{name}": value for name, value in mean.items()}
-        _write_arrays(folder / _OPEN, parts, array)
-        with (folder / _SCALARS).open("x", encoding="utf-8") as file:
-            json.dump(scalars, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-
-
-def _is_state(folder: Path) -> bool:
-    """Whether a folder holds a state, and nothing else."""
-    if not all(_NAMES_OF_FILES.fullmatch(file.name) for file in folder.iterdir()):
-        return False
-    try:
-        found = json.loads((folder / _SCALARS).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(found, dict) and found.get("format") == FORMAT
-
-
-def _linked(source: Path | None, path: Path) -> bool:
-    """Give a file a second name, if there is one and the file system can."""
-    if source is None:
-        return False
-    try:
-        os.link(source, path)
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        return False
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-    return True
-
-
-def _write_arrays(
-    path: Path, arrays: Mapping[str, Any], array: Callable[[Any], npt.NDArray[Any]]
-) -> None:
-    """Write arrays to a safetensors file, one by one."""
-    entries = []
-    for name, value in arrays.items():
-        found = array(value)
-        if found.dtype.name not in NAMES:
-            raise TypeError(
-                f"save: {name}: expected a dtype that safetensors has, got {found.dtype}; save "
-                "state_dict() with torch.save"
-            )
-        entries.append(Entry(name, NAMES[found.dtype.name], found.shape, found.nbytes))
-    order = list(NAMES.values())
-    entries.sort(key=lambda entry: order.index(entry.dtype))
-    with path.open("xb") as file:
-        file.write(header(entries, unit=64))
-        for entry in entries:
-            numbers = np.ascontiguousarray(array(arrays[entry.name]))
-            file.write(numbers.astype(numbers.dtype.newbyteorder("<"), copy=False).data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _block_files(starts: Sequence[int]) -> list[str]:
-    """The names of the files of closed blocks."""
-    return [f"block-{start}-{end}.safetensors" for start, end in pairwise(starts)]
+    folders.write(path, check(state), array, written or {})
 
 
 def read_folder(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The state in a folder that `write_folder` wrote. Arrays are read when they are looked at.
+    """Read the state in a folder that `write_folder` wrote. Arrays are read on access.
 
     Raises:
-        ValueError: If anything in it is missing, damaged or of another version; it names the file.
+        ValueError: If anything is missing, damaged or of another version; it names the file.
     """
-    folder = Path(path)
-    scalars = folder / _SCALARS
-    try:
-        state = json.loads(scalars.read_text(encoding="utf-8"))
-        starts = check({**state, "blocks": [], "partial": {}})["starts"]
-        blocks = [mapped(folder / name) for name in _block_files(starts)]
-        parts = mapped(folder / _OPEN)
-    except FileNotFoundError as error:
-        raise ValueError(
-            f"{path}: expected a folder saved by tailavg, got one without {error.filename}"
-        ) from error
-    except (TypeError, RecursionError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{scalars}: expected a file saved by tailavg, got: {error}") from error
-    partial, mean = (
-        {name.removeprefix(kind): value for name, value in parts.items() if name.startswith(kind)}
-        for kind in ("sum.", "mean.")
-    )
-    if starts:
-        blocks.append(mean or {name: np.zeros_like(value) for name, value in partial.items()})
-    return check({**state, "blocks": blocks, "partial": partial})
+    return check(folders.read(path, check))
 
 
 def read_stream(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -530,13 +431,11 @@ def read_stream(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         with Path(path).open("rb") as file:
             saved = json.loads(file.readline())
-            if saved["format"] != STREAM or saved["version"] not in STREAM_VERSIONS:
+            if (saved["format"], saved["version"]) != (STREAM, STREAM_VERSION):
                 raise ValueError(f"format {saved['format']!r}, version {saved['version']!r}")
             options, own = saved["options"], dict[str, Any]()
             several = _several(options)
-            if not several and saved["version"] == 2:
-                own = {key: one[0][0] for key, one in saved["series"].items()}
-            elif not several:
+            if not several:
                 own = {key: one[0] for key, one in map(json.loads, file)}
                 if len(own) != saved["keys"]:
                     raise ValueError(f"{len(own)} averages instead of {saved['keys']}")
@@ -574,8 +473,8 @@ def _several(options: Mapping[str, Any]) -> str:
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The state in a file or a folder, or of a `tailavg stream` with one average."""
-    if Path(path).is_dir():
+    """Read the state in a file or a folder, or of a `tailavg stream` with one average."""
+    if saved_folder(path).is_dir():
         return read_folder(path)
     with Path(path).open("rb") as file:
         lines = file.read(1) == b"{"
@@ -583,7 +482,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def nothing_yet(call: str, hint: str = "") -> ValueError:
-    """What every framework raises for a read before the first sample."""
+    """Return what every framework raises for a read before the first sample."""
     return ValueError(f"{call}: expected at least one sample before the first read, got none{hint}")
 
 

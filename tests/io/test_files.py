@@ -12,8 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from tailavg.core import files
-from tailavg.core.files import InUseError, check_writable, locked, whole_file
+from tailavg.io import files
+from tailavg.io.files import (
+    InUseError,
+    check_writable,
+    locked,
+    saved_folder,
+    whole_file,
+    whole_folder,
+)
 from tests.support.processes import started
 
 
@@ -136,7 +143,7 @@ def test_an_exception_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> No
 
 WRITER = """
 import sys
-from tailavg.core.files import locked, whole_file
+from tailavg.io.files import locked, whole_file
 with {context}(sys.argv[1]) as file:
     if file is not None:
         file.write(b"half of it")
@@ -155,41 +162,86 @@ def writer(path: Path, context: str) -> Iterator[None]:
         yield
 
 
-def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+def test_a_killed_process_leaves_the_old_file_and_does_not_disturb_the_next(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"old")
-    others = [".file.0123abcd.tmp", ".file2.01234567.tailavg", ".file.0123.tailavg"]
-    for name in others:
-        (tmp_path / name).write_bytes(b"of somebody else")
-    with writer(path, "whole_file"):
+    with writer(path, "whole_file"), writer(path, "whole_file"):
         pass
     assert path.read_bytes() == b"old"
-    assert len(leftovers(tmp_path)) == len(others) + 1
-    with writer(path, "whole_file"):  # this one removes it, and is at work itself
-        assert len(leftovers(tmp_path)) == len(others) + 1
-        write(path)
-        assert len(leftovers(tmp_path)) == len(others) + 1
+    assert len(leftovers(tmp_path)) == 2
     write(path)
-    assert sorted(leftovers(tmp_path)) == sorted(others)
+    assert path.read_bytes() == b"new"
 
 
-def test_a_file_that_was_taken_for_a_leftover_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def fill(path: Path, text: str) -> None:
+    with whole_folder(path, replaces=lambda _: True) as folder:
+        (folder / "text").write_text(text)
+
+
+def text_in(path: Path) -> str:
+    return (saved_folder(path) / "text").read_text()
+
+
+def test_a_folder_replaces_another(tmp_path: Path) -> None:
+    for text in ("old", "new"):
+        fill(tmp_path / "folder", text)
+        assert text_in(tmp_path / "folder") == text
+        assert [found.name for found in tmp_path.iterdir()] == ["folder"]
+
+
+@pytest.mark.parametrize("renames", [0, 1])
+def test_an_exception_leaves_the_old_folder_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renames: int
 ) -> None:
-    original, calls = files._lock, []
+    path, rename = tmp_path / "folder", Path.rename
+    fill(path, "old")
+    left = [True] * renames + [False]
 
-    def lock(file: int) -> bool:
-        if not calls:
-            (found,) = leftovers(tmp_path)
-            (tmp_path / found).unlink()
-        calls.append(file)
-        return original(file)
+    def interrupted(self: Path, target: Path) -> Path:
+        if left and not left.pop(0):
+            raise KeyboardInterrupt
+        return rename(self, target)
 
-    monkeypatch.setattr(files, "_lock", lock)
-    write(tmp_path / "file")
-    assert (tmp_path / "file").read_bytes() == b"new"
-    assert len(calls) == 2
-    assert not leftovers(tmp_path)
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fill(path, "new")
+    assert text_in(path) == "old"
+    assert [found.name for found in tmp_path.iterdir()] == ["folder"]
+
+
+REPLACING = """
+import os, signal, sys
+from pathlib import Path
+from tailavg.io.files import whole_folder
+rename, left = Path.rename, int(sys.argv[2])
+def killed(self, target):
+    global left
+    if not left:
+        os.kill(os.getpid(), signal.SIGKILL)
+    left -= 1
+    return rename(self, target)
+Path.rename = killed
+with whole_folder(sys.argv[1], replaces=lambda _: True) as folder:
+    (folder / "text").write_text("new")
+"""
+
+
+@pytest.mark.parametrize("renames", [0, 1])
+def test_the_old_folder_is_found_if_its_replacement_was_killed(
+    tmp_path: Path, renames: int
+) -> None:
+    path = tmp_path / "folder"
+    fill(path, "old")
+    with started(sys.executable, "-c", REPLACING, path, renames) as process:
+        process.wait(600)
+    assert path.exists() is not bool(renames)
+    assert text_in(path) == "old"
+    with pytest.raises(ZeroDivisionError), whole_folder(path, lambda _: True):
+        1 / 0  # noqa: B018
+    assert text_in(path) == "old"
+    fill(path, "newest")
+    assert text_in(path) == "newest"
+    assert "old" not in [file.read_text() for file in tmp_path.rglob("text")]
 
 
 def test_a_lock_keeps_others_out_until_its_process_ends(tmp_path: Path) -> None:
@@ -208,7 +260,7 @@ def test_a_lock_keeps_others_out_until_its_process_ends(tmp_path: Path) -> None:
 COUNTER = """
 import sys, time
 from pathlib import Path
-from tailavg.core.files import InUseError, locked
+from tailavg.io.files import InUseError, locked
 count, done = Path(sys.argv[1]), 0
 while done < 25:
     try:

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from tailavg.core.files import whole_file
+from tailavg.io.files import sync, whole_file
 
 __all__ = [
     "BUFFER",
@@ -26,7 +26,6 @@ __all__ = [
     "Piece",
     "Tensor",
     "flowing",
-    "part_of",
     "read_at",
     "stamp_of",
 ]
@@ -54,14 +53,22 @@ PARTS: Mapping[str, str] = {
     "complex64": "float32",
     "complex32": "float16",
 }
-"""The dtypes that are averaged, and those of their real and imaginary parts."""
+"""The dtypes that are averaged, and the dtypes of their real and imaginary parts."""
 
-NONE = np.dtype(np.uint8)
-"""The dtype of no numbers."""
+NO_NUMBERS = np.dtype(np.uint8)
 
 
 class CheckpointError(ValueError):
-    """A file that cannot be read, or does not match the others."""
+    """A checkpoint cannot be read, or does not match the others.
+
+    Args:
+        message: What is wrong.
+        argument: The argument of `Merge` that is wrong, if it is one.
+    """
+
+    def __init__(self, message: str, argument: str | None = None) -> None:
+        super().__init__(message if argument is None else f"{argument}: {message}")
+        self.message, self.argument = message, argument
 
 
 @dataclass(frozen=True)
@@ -73,42 +80,39 @@ class Tensor:
     dtype: str
     shape: tuple[int, ...]
     numbers: int = 0
-    """How many real numbers to average: none if it comes from the newest file, or with another."""
-    part: np.dtype[Any] = NONE
+    """How many real numbers to average; 0 if it comes from the newest file, or with another."""
+    part: np.dtype[Any] = NO_NUMBERS
     """Their dtype."""
-    to: np.dtype[Any] = NONE
-    """That of their average."""
-    real: bool = True
-    """Whether they are real numbers, and not parts of complex ones."""
+    to: np.dtype[Any] = NO_NUMBERS
+    """The dtype of their average."""
     memory: str = "in memory of its own"
     """Where it is, in formats that can tell."""
     cuts: tuple[int, ...] = ()
-    """Where it must be cut into pieces, and nowhere else, in formats that cannot do so anywhere."""
+    """The only places where it can be cut into pieces; if empty, it can be cut anywhere."""
     left: bool = False
     """Whether the user chose to leave it as it is in the newest."""
 
     @classmethod
-    def averaged(
-        cls, name: str, dtype: str, shape: tuple[int, ...], kind: str, size: int
-    ) -> Tensor:
-        """A tensor of a dtype in `PARTS`, with so many bytes."""
-        part = part_of(kind)
-        real = not kind.startswith("complex")
-        return cls(name, dtype, shape, size // part.itemsize, part, part, real)
+    def averaged(cls, name: str, dtype: str, shape: tuple[int, ...], elements: int) -> Tensor:
+        """Describe a tensor of a dtype in `PARTS`, of which so many elements are averaged."""
+        part = _part(dtype)
+        return cls(name, dtype, shape, elements * (1 + _is_complex(dtype)), part, part)
 
 
 class Checkpoint(ABC):
     """A saved model. Only the names and kinds of its tensors are read at first."""
 
+    kind: ClassVar[str] = "a file"
+    """How messages call it."""
     together: ClassVar[bool] = True
     """Whether several outputs can be written in one pass."""
     path: Path
     tensors: dict[Hashable, Tensor]
     stamps: dict[Path, tuple[int, ...]]
-    """The files it is made of, and what changes if they do."""
+    """The files of the checkpoint, each with values that change if the file does."""
 
-    def whole(self, output: Path) -> AbstractContextManager[Any]:
-        """What to write an output to; it appears when it is whole."""
+    def replacing(self, output: Path) -> AbstractContextManager[Any]:
+        """Open an output, which appears when it is complete."""
         return whole_file(output)
 
     @abstractmethod
@@ -119,32 +123,26 @@ class Checkpoint(ABC):
     def write(self, outputs: Sequence[Any], averages: Averages) -> None:
         """Write this checkpoint to each output, with averages instead of its tensors."""
 
-    def sizes(self) -> tuple[int, int]:
-        """How many bytes `write` will write to an output, and how many it will hold for it."""
-        grown = sum(t.numbers * (t.to.itemsize - t.part.itemsize) for t in self.tensors.values())
-        return sum(path.stat().st_size for path in self.stamps) + grown, 0
-
     def choose(self, include: Sequence[str], exclude: Sequence[str], dtype: str | None) -> None:
         """Leave some tensors as they are in this checkpoint, and change the dtype of the others."""
         names = {tensor.name for tensor in self.tensors.values()}
-        for option, patterns in ("include", include), ("exclude", exclude):
+        for argument, patterns in ("include", include), ("exclude", exclude):
             for pattern in patterns:
                 if not any(fnmatchcase(name, pattern) for name in names):
                     raise CheckpointError(
-                        f"--{option}: expected a pattern that fits the name of a tensor, such as "
-                        f"{min(names)!r}, got {pattern!r}"
+                        f"no tensor matches {pattern!r}; a name is {min(names)!r}", argument
                     )
         for key, tensor in self.tensors.items():
             if any(fnmatchcase(tensor.name, pattern) for pattern in exclude) or (
                 include and not any(fnmatchcase(tensor.name, pattern) for pattern in include)
             ):
                 self.tensors[key] = replace(tensor, numbers=0, left=True)
-            elif dtype is not None and tensor.numbers and tensor.real:
-                self.tensors[key] = replace(tensor, to=part_of(dtype))
+            elif dtype is not None and tensor.numbers and not _is_complex(tensor.dtype):
+                self.tensors[key] = replace(tensor, to=_part(dtype))
         self.arrange()
 
     def arrange(self) -> None:  # noqa: B027 (some have nothing to arrange)
-        """Prepare to write what was chosen, and put the tensors in the order of that."""
+        """Prepare to write what was chosen, and sort the tensors in the order of writing."""
 
     def check_unchanged(self) -> None:
         """Raise if a file is not the one that was opened."""
@@ -156,7 +154,7 @@ class Checkpoint(ABC):
         """Raise unless both have the same tensors, of the same shapes and dtypes."""
         where = f"{self.path}: differs from the newest, {newest.path}"
         if type(self) is not type(newest):
-            raise CheckpointError(f"{where}: expected {newest.described}, got {self.described}")
+            raise CheckpointError(f"{where}: expected {newest.kind}, got {self.kind}")
         ours, theirs = self.compared(), newest.compared()
         for key, expected in theirs.items():
             if key not in ours and not expected.left:
@@ -176,27 +174,34 @@ class Checkpoint(ABC):
                 raise CheckpointError(f"{where_in} it {expected.memory}, got it {got.memory}")
 
     def compared(self) -> Mapping[Hashable, Tensor]:
-        """The tensors that another checkpoint must have as well."""
+        """Return the tensors that another checkpoint must have as well."""
         return self.tensors
 
     def threads(self, most: int) -> int:
-        """How many threads may read it, without too much memory."""
+        """Return how many threads may read it without too much memory."""
         return most
 
-    @property
-    def described(self) -> str:
-        """What kind of checkpoint it is."""
-        return "a file"
+    def check_dtype(self, name: str, dtype: str) -> None:
+        """Raise unless a tensor of this dtype can be averaged, or left: integers are."""
+        if dtype not in PARTS and not dtype.startswith(("int", "uint", "bool")):
+            raise CheckpointError(
+                f"{self.path}: tensor {name!r}: {dtype} cannot be averaged, only integers and "
+                f"{', '.join(PARTS)}; remove the tensor from the checkpoints"
+            )
 
 
 def stamp_of(path: Path) -> tuple[int, ...]:
-    """What changes if a file does."""
+    """Return values that change if a file does."""
     found = path.stat()
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def part_of(dtype: str) -> np.dtype[Any]:
-    """The dtype of the real and imaginary parts of an averaged dtype."""
+def _is_complex(dtype: str) -> bool:
+    return dtype.startswith("complex")
+
+
+def _part(dtype: str) -> np.dtype[Any]:
+    """Return the dtype of the real and imaginary parts of an averaged dtype."""
     name = PARTS[dtype]
     source: Any = np
     if name.startswith(("bfloat", "float8")):
@@ -205,7 +210,7 @@ def part_of(dtype: str) -> np.dtype[Any]:
     return part
 
 
-def read_at(path: Path, place: int, out: Piece, name: str) -> None:
+def read_at(path: Path, place: int, out: Piece) -> None:
     """Fill `out` with the bytes of a file from a place on."""
     view = memoryview(out.data)
     with path.open("rb", buffering=0) as stream:
@@ -213,29 +218,28 @@ def read_at(path: Path, place: int, out: Piece, name: str) -> None:
         while view:
             got = stream.readinto(view)
             if not got:
-                raise CheckpointError(f"{path}: tensor {name!r}: the file shrank while it was read")
+                raise CheckpointError(f"{path}: the file shrank while it was read")
             view = view[got:]
 
 
 @contextmanager
 def flowing(stream: BinaryIO) -> Iterator[Callable[[Any], None]]:
-    """A function that writes to a file, while what was written goes to the disk."""
+    """Give a function that writes to a file, while another thread syncs what was written."""
     written = 0
-    sync = getattr(os, "fdatasync", os.fsync)
+    to_disk = getattr(os, "fdatasync", os.fsync)
     with ThreadPoolExecutor(1) as pool:
-        pending: list[Future[Any]] = [pool.submit(int)]
+        pending: Future[Any] = pool.submit(int)
 
         def write(data: Any) -> None:
-            nonlocal written
+            nonlocal written, pending
             stream.write(data)
             written += memoryview(data).nbytes
             if written >= FLOW:
                 written = 0
                 stream.flush()
-                pending[0].result()
-                pending[0] = pool.submit(sync, stream.fileno())
+                pending.result()
+                pending = pool.submit(to_disk, stream.fileno())
 
         yield write
-        pending[0].result()
-    stream.flush()
-    os.fsync(stream.fileno())
+        pending.result()
+    sync(stream)

@@ -1,0 +1,217 @@
+"""Average checkpoints in one pass: every number is read once.
+
+Tensors are cut into pieces. A thread takes a piece, reads it from each checkpoint with a weight,
+the newest first, and adds it up. The averages are written in the order of the newest checkpoint
+while the next ones are computed, so memory is that of a few pieces.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from itertools import islice, pairwise
+from pathlib import Path
+
+import numpy as np
+
+from tailavg.checkpoints.checkpoint import Checkpoint, Piece, Tensor
+from tailavg.checkpoints.distributed import Distributed
+from tailavg.checkpoints.folders import Folder
+from tailavg.checkpoints.safetensors import Safetensors
+from tailavg.checkpoints.sums import Mean, widened
+from tailavg.checkpoints.torchfiles import TorchFile
+from tailavg.checkpoints.weights import Weighing, weights
+from tailavg.core.windows import Reals
+
+__all__ = ["SAFETENSORS", "TORCH", "Merge", "average_checkpoints"]
+
+SAFETENSORS = frozenset({".safetensors"})
+TORCH = frozenset({".pt", ".pth", ".ckpt", ".bin"})
+"""The suffixes of files."""
+
+Span = tuple[Hashable, int, int]
+"""The key of a tensor, and where a piece of it starts and stops."""
+
+Term = tuple[Checkpoint, Sequence[float]]
+"""A checkpoint, and its weight for each output."""
+
+PIECE = 2**17
+"""How many numbers to add at once: enough that threads do not wait for Python's lock."""
+
+THREADS = 2
+"""The most threads: one computes while another reads. More would wait for Python's lock."""
+
+
+class Merge:
+    """The two steps of `average_checkpoints`: this opens and compares them, `run` averages them.
+
+    Attributes:
+        weights: For each output, the weight of each checkpoint.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        outputs: Mapping[Path, Weighing],
+        *,
+        dtype: str | None = None,
+        include: Sequence[str] = (),
+        exclude: Sequence[str] = (),
+        steps: Sequence[int] | None = None,
+    ) -> None:
+        self._checkpoints = [_opened(path) for path in paths]
+        self.newest = self._checkpoints[-1]
+        self.newest.choose(include, exclude, dtype)
+        for checkpoint in self._checkpoints[:-1]:
+            checkpoint.check_like(self.newest)
+        self.weights: dict[Path, Reals] = {
+            output: weights(rule, len(paths), steps) for output, rule in outputs.items()
+        }
+
+    def used(self, output: Path) -> list[Path]:
+        """Return the checkpoints with a weight, oldest first."""
+        return [checkpoint.path for checkpoint, _ in self._terms([output])]
+
+    def run(self, progress: Callable[[int, int], object] | None = None) -> None:
+        """Write the outputs. None appears before all are complete."""
+        newest, outputs = self.newest, list(self.weights)
+        with ExitStack() as stack:
+            targets = {output: stack.enter_context(newest.replacing(output)) for output in outputs}
+            pool = ThreadPoolExecutor(newest.threads(THREADS))
+            stack.callback(pool.shutdown, cancel_futures=True)
+            for some in [outputs] if newest.together else [[output] for output in outputs]:
+                averages = self._averages(pool, self._terms(some), progress)
+                newest.write([targets[output] for output in some], averages)
+            for checkpoint in [newest, *(checkpoint for checkpoint, _ in self._terms(outputs))]:
+                checkpoint.check_unchanged()
+
+    def _terms(self, outputs: Sequence[Path]) -> list[Term]:
+        """Return the checkpoints with a weight in one of these outputs, oldest first."""
+        rows = np.transpose([self.weights[output] for output in outputs]).tolist()
+        return [(c, row) for c, row in zip(self._checkpoints, rows, strict=True) if any(row)]
+
+    def _averages(
+        self,
+        pool: ThreadPoolExecutor,
+        terms: Sequence[Term],
+        progress: Callable[[int, int], object] | None,
+    ) -> Iterator[Sequence[Piece]]:
+        """Compute the averages for the outputs that `terms` have weights for."""
+        tensors = self.newest.tensors
+        largest = max((b - a for t in tensors.values() for a, b in _cut(t)), default=0)
+        memory = _Memory(largest, len(terms[0][1]))
+        groups = _groups(tensors)
+
+        def size(group: Sequence[Span]) -> int:
+            return sum((stop - start) * tensors[key].part.itemsize for key, start, stop in group)
+
+        def submitted(number: int) -> list[tuple[int, Future[list[list[Piece]]]]]:
+            some = islice(groups, number)
+            return [(size(group), pool.submit(self._means, terms, group, memory)) for group in some]
+
+        done, total = 0, sum(t.numbers * t.part.itemsize for t in tensors.values())
+        waiting = deque(submitted(1 + self.newest.threads(THREADS)))
+        while waiting:
+            bytes_read, future = waiting.popleft()
+            means = future.result()
+            waiting.extend(submitted(1))
+            done += bytes_read
+            if progress is not None:
+                progress(done * len(terms), total * len(terms))
+            yield from means
+
+    def _means(
+        self, terms: Sequence[Term], group: Sequence[Span], memory: _Memory
+    ) -> list[list[Piece]]:
+        """Return the averages of pieces, each for every output."""
+        with np.errstate(all="ignore"):  # two infinities may have NaN as their mean
+            return [self._mean(terms, span, memory) for span in group]
+
+    def _mean(self, terms: Sequence[Term], span: Span, memory: _Memory) -> list[Piece]:
+        key, start, stop = span
+        tensor = self.newest.tensors[key]
+        piece = memory.piece[: (stop - start) * tensor.part.itemsize]
+        for mean in memory.means:
+            mean.start()
+        for checkpoint, row in reversed(terms):
+            checkpoint.read(key, start, stop, piece)
+            numbers = widened(piece.view(tensor.part))
+            for mean, weight in zip(memory.means, row, strict=True):
+                if weight:
+                    mean.add(piece.view(tensor.part), numbers, weight)
+        return [mean.rounded(tensor.to) for mean in memory.means]
+
+
+class _Memory(threading.local):
+    """What a thread uses for every piece: new memory would take as long as the sums."""
+
+    def __init__(self, room: int, outputs: int) -> None:
+        self.piece = np.empty(8 * room, np.uint8)
+        self.means = [Mean(room) for _ in range(outputs)]
+
+
+def _opened(path: Path) -> Checkpoint:
+    if (path / ".metadata").is_file():
+        return Distributed(path)
+    if path.is_dir():
+        return Folder(path)
+    return Safetensors(path) if path.suffix in SAFETENSORS else TorchFile(path)
+
+
+def _cut(tensor: Tensor) -> Iterator[tuple[int, int]]:
+    """Return where the pieces of a tensor start and stop."""
+    return pairwise(tensor.cuts or (*range(0, tensor.numbers, PIECE), tensor.numbers))
+
+
+def _groups(tensors: Mapping[Hashable, Tensor]) -> Iterator[list[Span]]:
+    """Cut tensors into pieces, and put small ones together."""
+    group: list[Span] = []
+    numbers = 0
+    for key, tensor in tensors.items():
+        for start, stop in _cut(tensor):
+            if group and numbers + stop - start > PIECE:
+                yield group
+                group, numbers = [], 0
+            group.append((key, start, stop))
+            numbers += stop - start
+    if group:
+        yield group
+
+
+def average_checkpoints(
+    paths: Sequence[Path],
+    outputs: Mapping[Path, Weighing],
+    progress: Callable[[int, int], object] | None = None,
+    *,
+    dtype: str | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    steps: Sequence[int] | None = None,
+) -> list[list[Path]]:
+    """Average checkpoints in one pass, and write an output for each rule.
+
+    No output appears before all are complete.
+
+    Args:
+        paths: The checkpoints, oldest first: files, or folders.
+        outputs: What to write, each with a rule, or with a weight for each checkpoint.
+        progress: Called with the number of bytes that have been read, and of all bytes.
+        dtype: The dtype of the averages; by default the dtype of the checkpoints.
+        include: Patterns of the tensors to average, such as `model.*`; all by default.
+        exclude: Patterns of the tensors to leave as they are in the newest.
+        steps: The step of each checkpoint, if windows are in steps.
+
+    Returns:
+        For each output, the checkpoints that have a weight.
+
+    Raises:
+        CheckpointError: If a file cannot be read, changes meanwhile, or differs in tensors, shapes
+            or dtypes.
+        OSError: If a file cannot be opened or written.
+    """
+    merge = Merge(paths, outputs, dtype=dtype, include=include, exclude=exclude, steps=steps)
+    merge.run(progress)
+    return [merge.used(output) for output in outputs]

@@ -1,0 +1,210 @@
+"""Text to numbers and back: what the inputs of `lines` read, and what `stream` writes.
+
+A number is what `float` reads and `"%.12g"` writes, however its line arrived. A long input is read
+by pyarrow if it is installed, but only where it cannot differ from Python: rows without quotes, and
+cells that hold nothing but digits, signs, points and exponents.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = [
+    "NUMBER",
+    "Array",
+    "BlockReader",
+    "csv_line",
+    "decode",
+    "encode",
+    "format_numbers",
+    "parse_number",
+    "split_cells",
+]
+
+NUMBER = "%.12g"
+"""The format of numbers in the output."""
+
+LONG = 4 << 20
+"""How many bytes Python reads before pyarrow is imported, which takes as long as reading them."""
+
+LARGE, HUGE = 1 << 14, 1 << 30
+"""The size of blocks that pyarrow reads: it is slower on smaller ones, and refuses larger ones."""
+
+Array = npt.NDArray[Any]
+
+_DECIMAL = b"0123456789+-.eE"  # pyarrow reads cells of these bytes exactly as float does
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_HALF = re.compile("[\ud800-\udc7f\udd00-\udfff]")  # the others stand for invalid bytes
+_CHUNK = 2000  # numbers to format at once: their objects fit the cache
+
+
+class BlockReader:
+    """Read numbers from blocks of complete lines. All methods raise a ValueError at an odd line.
+
+    The caller then parses the block line by line, to skip the odd line or to say what is wrong.
+    """
+
+    def __init__(self) -> None:
+        self._read = 0  # bytes in large blocks
+
+    def numbers(self, block: bytes) -> Array:
+        r"""Return the number on each line.
+
+        Examples:
+            >>> BlockReader().numbers(b"1.5\n-20\n1e3\n")
+            array([   1.5,  -20. , 1000. ])
+        """
+        columns = self._arrow_columns(block, 1, [0])
+        if columns is None:
+            return _floats(decode(block).split("\n")[:-1])
+        return _arrow_floats(columns[0])
+
+    def table(
+        self, block: bytes, width: int, places: list[int], key: int | None
+    ) -> tuple[Array, list[str]]:
+        r"""Return the numbers in some columns of CSV, one row per line, and the cells of the key.
+
+        Args:
+            block: Rows of CSV, without the header.
+            width: The number of cells in each row.
+            places: The indices of the columns with numbers.
+            key: The index of the column with keys, if there is one.
+
+        Examples:
+            >>> BlockReader().table(b"1,0.5,a\n2,0.25,b\n", width=3, places=[1], key=2)
+            (array([[0.5 ],
+                   [0.25]]), ['a', 'b'])
+        """
+        wanted = places if key is None else [*places, key]
+        columns = self._arrow_columns(block, width, wanted)
+        if columns is not None:
+            numbers = [_arrow_floats(column) for column in columns[: len(places)]]
+            return np.stack(numbers, axis=1), [] if key is None else _texts(columns[-1])
+        lines = decode(block).split("\n")[:-1]
+        rows = (row for row in map(split_cells, lines) if len(row) == width)
+        cells = [row[place] for row in rows for place in wanted]
+        if len(cells) != len(lines) * len(wanted):
+            raise ValueError("expected rows with as many cells as the header")
+        numbers = [_floats(cells[i :: len(wanted)]) for i in range(len(places))]
+        return np.stack(numbers, axis=1), [] if key is None else cells[len(places) :: len(wanted)]
+
+    def _arrow_columns(self, block: bytes, width: int, places: list[int]) -> list[Any] | None:
+        """Read columns as Arrow arrays of bytes; None if Python should read this block."""
+        if not LARGE <= len(block) < HUGE:
+            return None
+        self._read += len(block)
+        if (
+            self._read < LONG
+            or b'"' in block
+            or b"\r" in block  # a line end to pyarrow
+            or block.startswith(_BYTE_ORDER_MARK)  # which pyarrow would skip
+        ):
+            return None
+        arrow = _pyarrow()
+        if arrow is None:
+            return None
+        names = [str(place) for place in range(width)]
+        wanted = [names[place] for place in places]
+        table = arrow.csv.read_csv(
+            arrow.BufferReader(block),
+            arrow.csv.ReadOptions(use_threads=False, block_size=len(block) + 1, column_names=names),
+            arrow.csv.ParseOptions(quote_char=False, double_quote=False, ignore_empty_lines=False),
+            arrow.csv.ConvertOptions(
+                column_types=dict.fromkeys(wanted, arrow.binary()),
+                include_columns=list(dict.fromkeys(wanted)),
+            ),
+        )
+        return [table.column(name).combine_chunks() for name in wanted]
+
+
+@cache
+def _pyarrow() -> Any:
+    """Import pyarrow; None if it is not installed, or does not work with the installed NumPy."""
+    try:
+        import pyarrow.csv
+    except ImportError:
+        return None
+    pyarrow.enable_signal_handlers(False)  # cli.signals handles them
+    return pyarrow
+
+
+def _arrow_floats(cells: Any) -> Array:
+    """Convert an Arrow array of cells to numbers."""
+    if bytes(cells.buffers()[2]).translate(None, _DECIMAL):
+        return _floats(_texts(cells))
+    numbers = cells.view("string").cast("float64")
+    return np.array(np.from_dlpack(numbers))  # to_numpy would import pandas
+
+
+def _texts(cells: Any) -> list[str]:
+    """Convert an Arrow array of cells to strings."""
+    return decode(b"\n".join(cells.to_pylist())).split("\n")
+
+
+def _floats(texts: list[str]) -> Array:
+    """Convert texts to numbers; raise a ValueError if one is not a number."""
+    if "_" in "".join(texts):
+        raise ValueError("expected a number, got an underscore")
+    return np.fromiter(map(float, texts), np.float64, len(texts))
+
+
+def parse_number(text: str) -> float:
+    """Return what `float` reads; raise a ValueError at an underscore, which `float` allows."""
+    if "_" in text:
+        raise ValueError("expected a number, got an underscore")
+    return float(text)
+
+
+def split_cells(line: str) -> list[str]:
+    """Return the cells of a line of CSV; raise a ValueError if it has stray quotes."""
+    if '"' not in line:
+        return line.split(",")
+    csv.field_size_limit(2**31 - 1)
+    try:
+        return next(csv.reader([line], strict=True))
+    except csv.Error as error:
+        raise ValueError(f"expected CSV ({error})") from error
+
+
+def csv_line(cells: list[str]) -> str:
+    """Return a line of CSV, without its line end."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="").writerow(cells)
+    return text.getvalue()
+
+
+def format_numbers(numbers: Array) -> bytes:
+    r"""Format one number per line; of a matrix, one row per line, with tabs between numbers.
+
+    Examples:
+        >>> format_numbers(np.array([1.5, -20, 1 / 3, 1e-9]))
+        b'1.5\n-20\n0.333333333333\n1e-09\n'
+        >>> format_numbers(np.array([[1.5, -20], [1 / 3, 1e-9]]))
+        b'1.5\t-20\n0.333333333333\t1e-09\n'
+    """
+    width = max(1, numbers[:1].size)
+    line = "\t".join([NUMBER] * width).encode() + b"\n"
+    step = max(1, _CHUNK // width)
+    chunks = (numbers[start : start + step] for start in range(0, len(numbers), step))
+    return b"".join([line * len(chunk) % tuple(chunk.ravel().tolist()) for chunk in chunks])
+
+
+def decode(text: bytes) -> str:
+    """Decode text; `encode` restores bytes that are not valid UTF-8."""
+    return text.decode(errors="surrogateescape")
+
+
+def encode(text: str) -> bytes:
+    """Encode what `decode` returned. Lone surrogates, which JSON may hold, become escapes."""
+    try:
+        return text.encode(errors="surrogateescape")
+    except UnicodeEncodeError:
+        escaped = _HALF.sub(lambda half: f"\\u{ord(half[0]):x}", text)
+        return escaped.encode(errors="surrogateescape")

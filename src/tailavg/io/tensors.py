@@ -1,0 +1,144 @@
+"""The safetensors format: the length of a header, the header in JSON, the tensors side by side.
+
+States of many arrays are written in it, since other tools can read it. The format's own library
+cannot write a file that is mapped, linked and never written to again, tensor by tensor, and it is
+not installed with NumPy alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tailavg.io.files import sync
+
+__all__ = ["NAMES", "Entry", "header", "mapped", "write_arrays"]
+
+NAMES = {
+    "uint64": "U64",
+    "int64": "I64",
+    "float64": "F64",
+    "complex64": "C64",
+    "float32": "F32",
+    "uint32": "U32",
+    "int32": "I32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "uint16": "U16",
+    "int16": "I16",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int8": "I8",
+    "uint8": "U8",
+    "float4_e2m1fn_x2": "F4",
+    "bool": "BOOL",
+}
+"""The format's names of dtypes, in the order in which its library sorts tensors in a file: wide
+ones first, so that all are aligned."""
+
+_ACCUMULATED = {"F64": np.float64, "C64": np.complex64, "F32": np.float32}
+_ORDERS = "tailavg.orders"
+_LONGEST = 10**8  # bytes of a header, as in the format's own library
+
+
+class Entry(NamedTuple):
+    """A tensor in a file: its name, the format's name of its dtype, its shape and bytes.
+
+    If its elements are stored in another order, `order` lists its axes from the slowest to the
+    fastest. The header then has the shape in that order, and the order in its metadata.
+    """
+
+    name: str
+    dtype: str
+    shape: Sequence[int]
+    size: int
+    order: Sequence[int] = ()
+
+
+def header(
+    entries: Iterable[Entry], unit: int = 8, metadata: Mapping[str, str] | None = None
+) -> bytes:
+    """Return what comes before the numbers of these tensors. Its length is a multiple of `unit`."""
+    metadata = {"format": "pt"} if metadata is None else dict(metadata)
+    rows: dict[str, Any] = {"__metadata__": metadata}
+    orders: dict[str, list[int]] = {}
+    end = 0
+    for name, dtype, shape, size, order in entries:
+        start, end = end, end + size
+        if order:
+            orders[name] = list(order)
+            shape = [shape[axis] for axis in order]
+        rows[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+    if orders:
+        metadata[_ORDERS] = json.dumps(orders)
+    text = json.dumps(rows, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % unit)
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_arrays(
+    path: Path,
+    arrays: Mapping[str, Any],
+    as_array: Callable[[Any], npt.NDArray[Any]] = np.asarray,
+) -> None:
+    """Write arrays, or what `as_array` makes arrays of, to a new file, one by one."""
+    entries = []
+    for name, value in arrays.items():
+        array = as_array(value)
+        if array.dtype.name not in NAMES:
+            raise TypeError(
+                f"save: {name}: safetensors files cannot hold {array.dtype}; save state_dict() "
+                "with torch.save instead"
+            )
+        entries.append(Entry(name, NAMES[array.dtype.name], array.shape, array.nbytes))
+    wide_first = list(NAMES.values())
+    entries.sort(key=lambda entry: wide_first.index(entry.dtype))
+    with path.open("xb") as file:
+        file.write(header(entries, unit=64))
+        for entry in entries:
+            array = np.ascontiguousarray(as_array(arrays[entry.name]))
+            file.write(array.astype(array.dtype.newbyteorder("<"), copy=False).data)
+        sync(file)
+
+
+def mapped(path: str | os.PathLike[str]) -> dict[str, npt.NDArray[Any]]:
+    """Map the accumulators in a file, so that each is read on access.
+
+    The arrays can be written to; the file does not change.
+
+    Raises:
+        ValueError: If the file is not complete, or holds anything but accumulators.
+    """
+    with Path(path).open("rb") as file:
+        size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
+        try:
+            if length > min(size - 8, _LONGEST):
+                raise ValueError(f"{size} bytes, but a header of {length}")
+            rows = json.loads(file.read(length))
+            orders = json.loads(rows.pop("__metadata__", {}).get(_ORDERS, "{}"))
+            data = np.empty(0, np.uint8)
+            if size > 8 + length:
+                data = np.memmap(file, np.uint8, "c", 8 + length).view(np.ndarray)
+            arrays, end = {}, 0
+            for name, row in rows.items():
+                dtype, shape = np.dtype(_ACCUMULATED[row["dtype"]]), row["shape"]
+                start, end = end, end + math.prod(shape) * dtype.itemsize
+                if row["data_offsets"] != [start, end]:
+                    raise ValueError(f"{name} is at {row['data_offsets']}, not at {[start, end]}")
+                axes = np.argsort(orders.get(name, range(len(shape))))
+                arrays[name] = data[start:end].view(dtype).reshape(shape).transpose(axes)
+            if end != len(data):
+                raise ValueError(f"{len(data)} bytes of tensors instead of {end}")
+        except Exception as error:  # a damaged file can raise anything
+            raise ValueError(f"{path}: not a complete safetensors file: {error}") from error
+    return arrays

@@ -1,0 +1,175 @@
+"""Scans by array operations, for machines without numba.
+
+They give what `tailavg.numpy.kernel` gives, up to the last few digits. Samples are the rows of a
+matrix, and so are the means of blocks; `means` and `sums` are changed in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tailavg.core.clock import BlockClock, DecayClock, SampleClock, factors
+from tailavg.core.decay import Decay
+from tailavg.core.equation import weights
+from tailavg.core.rules import AnyTail
+from tailavg.core.windows import Window
+from tailavg.numpy.arithmetic import Array, joined, wide
+
+__all__ = ["scan_blocks", "scan_decaying", "scan_exact"]
+
+CHUNK = 30_000
+"""How many numbers are taken at once: few enough for the cache."""
+
+_SMALLEST = 2.0**-32  # how far a chunk may decay: a double has digits to spare
+
+
+def block_weights(
+    blocks: Sequence[int], steps: Array, window: Window | Decay
+) -> tuple[Array, list[tuple[int, Any, Array]]]:
+    """Return the weight of each sample of the open block at some steps, and those of closed blocks.
+
+    Of the latter, oldest first: the block, the indices of the steps at which it has weights, and
+    these weights. Blocks without a weight are left out, since 0 times a NaN would be a NaN.
+    """
+    ends, k = blocks[1:], window.size(steps)
+    if isinstance(window, Decay):
+        k = np.minimum(steps, k)
+        of_ages = [
+            window.of_ages(steps - end, steps - start, k)
+            for start, end in zip(blocks, ends, strict=False)
+        ]
+        each = window.of_ages(0.0, steps - blocks[-1], k) / (steps - blocks[-1])
+        used = [(block, np.flatnonzero(weight)) for block, weight in enumerate(of_ages)]
+        return each, [(block, where, of_ages[block][where]) for block, where in used]
+    each, parts, begin = np.empty(len(steps)), [], 0
+    for oldest in range(len(blocks)):  # that has a weight: there are k samples from its start on
+        end = len(steps)
+        if oldest < len(ends):
+            end = int(np.searchsorted(steps - k, ends[oldest]))
+        if begin == end:
+            continue
+        now = slice(begin, end)
+        first = ends[oldest] if oldest < len(ends) else blocks[-1]  # of the newer samples
+        old, new = first - blocks[oldest], steps[now] - first
+        each[now], of_old = weights(old, new, np.maximum(0.0, old + new - k[now]), np.sqrt)
+        if old:
+            parts.append((oldest, now, of_old))
+        newer = range(oldest + 1, len(ends))
+        parts += [(block, now, each[now] * (ends[block] - blocks[block])) for block in newer]
+        begin = end
+    return each, parts
+
+
+def scan_blocks(
+    clock: BlockClock, means: Array, sums: Array, xs: Array, out: Array, window: Window | Decay
+) -> None:
+    """Scan samples in blocks; the clock goes along. Equal blocks are taken many at a time."""
+    dtype, width, last, done = wide(means.dtype), xs.shape[1], len(means) - 1, 0
+    total = sums.astype(dtype)
+    while done < len(xs):
+        total = _close(clock, means, total)
+        t, blocks = clock.count, clock.blocks
+        most = max(1, CHUNK // max(1, width))
+        n, many = min(clock.closes - t, len(xs) - done, most), 1
+        if t == blocks[-1] and n == clock.closes - t:
+            many = _repeats(clock, window, min(len(xs) - done, 8 * most))
+        steps = t + np.arange(1.0, n + 1.0)
+        each, parts = block_weights(blocks, steps, window)
+        running = np.cumsum(xs[done : done + many * n].reshape(many, n, width), axis=1, dtype=dtype)
+        running[0] += total
+        averages = each[:, None] * running
+        if clock.folded > blocks[-1]:
+            averages += (each * (clock.folded - blocks[-1]))[:, None] * means[last]
+        # of the closed blocks before each of these, one after another
+        held = np.concatenate([means[:last].astype(dtype), running[:-1, -1] / n])
+        for block, where, weight in parts:
+            averages[:, where] += weight[:, None] * held[block : block + many, None]
+        out[done : done + many * n] = averages.reshape(many * n, width)
+        means[:last], total = held[many - 1 :], running[-1, -1]
+        done += many * n
+        if many > 1:
+            clock.advance(t + many * n)
+        clock.count = t + many * n
+        clock.folded = max(clock.folded, clock.blocks[-1])
+        if clock.overfull:
+            means[last], total = joined(means[last], total, *clock.fold())
+    clock.resume(clock.count, clock.blocks, clock.folded)
+    sums[:] = total
+
+
+def _close(clock: BlockClock, means: Array, total: Array) -> Array:
+    """Close the open block if that is due. Return the sum of the samples in no mean."""
+    if clock.count < clock.closes:
+        return total
+    if clock.count > clock.folded:
+        means[-1], _ = joined(means[-1], total, *clock.fold())
+    turn = clock.turn()
+    if turn is not None:
+        gone, weight = turn
+        if weight:
+            means[gone - 1] = means[gone - 1] * (1.0 - weight) + means[gone] * weight
+        means[gone:-1] = means[gone + 1 :]
+        means[-1] = 0.0
+    return np.zeros_like(total)
+
+
+def _repeats(clock: BlockClock, window: Window | Decay, most: int) -> int:
+    """Return how many blocks from here on are equal, with equal weights, in `most` samples."""
+    if isinstance(clock.rule, AnyTail):
+        return 1
+    size, until = clock.alike()
+    many = min((until - clock.count) // size + 1, most // size) if size else 1
+    steady = window.size(clock.count + 1) == window.size(clock.count + max(1, many) * max(1, size))
+    return max(1, many) if steady else 1
+
+
+def scan_decaying(clock: DecayClock, mean: Array, xs: Array, out: Array | None) -> Array:
+    """Scan an exponential average, from `mean`; return the average at the end.
+
+    A chunk is a sum with factors, as in `DecayClock`, of as many samples as a double can hold.
+    """
+    rule, t, done = clock.rule, clock.count, 0
+    chunk = max(1, CHUNK // max(1, xs.shape[1]))
+    while done < len(xs):
+        most = min(chunk, len(xs) - done)
+        if rule.size(t + done + 1) == 1.0:  # a window of one sample: the average is the sample
+            ones = rule.size(np.arange(t + done + 1, t + done + most + 1)) == 1.0
+            n = most if ones.all() else int(ones.argmin())
+            averages = xs[done : done + n] if out is not None else xs[done + n - 1 : done + n]
+        else:
+            decay, *both = factors(rule, t + done, most, _SMALLEST)
+            factor, scale = (part[:, None] for part in both)
+            n = len(scale)
+            x = xs[done : done + n]
+            start = decay * mean if decay else 0.0  # 0 times a NaN would be a NaN
+            if out is not None:
+                averages = scale * (start + np.cumsum(factor * x, axis=0))
+            else:
+                averages = scale[-1:] * (start + factor.T @ x)
+        if out is not None:
+            out[done : done + n] = averages
+        mean = averages[-1].astype(mean.dtype)
+        done += n
+    return mean
+
+
+def scan_exact(clock: SampleClock, before: Array, xs: Array, out: Array) -> None:
+    """Scan exact windows, of which the samples `before` are held.
+
+    Sums of runs of 1, 2, 4, … samples make those of any length: nothing is subtracted.
+    """
+    runs = np.concatenate([before, xs]).astype(wide(out.dtype))
+    lengths = clock.rule.samples(np.arange(clock.count + 1, clock.count + len(xs) + 1))
+    ends = np.arange(len(before), len(runs))  # where what is left of each window ends
+    sums: Any = np.zeros((len(xs), xs.shape[1]), runs.dtype)
+    run = 1
+    while run <= lengths.max():
+        windows = np.flatnonzero(lengths & run)
+        sums[windows] += runs[ends[windows]]
+        ends[windows] -= run
+        runs[run:] = runs[run:] + runs[:-run]
+        run *= 2
+    out[...] = sums / lengths[:, None]

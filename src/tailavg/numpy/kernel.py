@@ -1,0 +1,613 @@
+"""The loops of scans: plain Python, compiled by numba if it is installed.
+
+Each loop does what `update` and `value` do one by one, by the same operations in the same order, so
+that results are bit-identical. `tailavg.numpy.table` calls them; without numba, it calls the array
+operations of `tailavg.numpy.fallback` instead.
+
+Samples are the rows of a matrix `xs`, and the averages after each are the rows of `out`; a stream
+of numbers is a matrix with one column. What an average holds is changed in place: the `means` and
+`starts` of its blocks, oldest first, and in `sums` the sum of the samples since step `folded`. A
+window is six numbers: see `window_numbers`.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from functools import lru_cache
+from importlib.util import find_spec
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from tailavg.core.clock import FOLD, SMALLEST
+from tailavg.core.equation import weights
+from tailavg.core.windows import TIE, Fixed, Window
+
+__all__ = ["LONG", "SHORT", "installed", "kernel", "window_numbers"]
+
+LONG = 20_000
+"""So many numbers are worth the import of numba, which takes half a second."""
+
+SHORT = 1_000
+"""With fewer numbers, plain loops take no longer than numba takes to read its cache."""
+
+FEW = 30
+"""So many numbers are scanned by plain loops as fast as by array operations."""
+
+GROUPED = 10
+"""A number of one of many groups takes as long as so many numbers of one group."""
+
+_TIE = float(TIE)
+_TOGETHER = 1024  # samples of small blocks that are weighed together: they stay in the cache
+_RAMP = np.arange(1.0, FOLD + 1.0)  # compiled code has no fast way from integers to floats
+
+
+def window_numbers(window: Window) -> tuple[float, float, float, float, float, float]:
+    """Return a window as numbers: k_t is t times the first by the second, between the next two.
+
+    The fifth is 0 if a size is to be rounded where it misses a whole number by a `TIE`. The last is
+    how much the window grows with each sample, between its bounds.
+
+    Examples:
+        >>> from tailavg import Fixed, Growing
+        >>> window_numbers(Growing(0.25, at_most=1000))
+        (1.0, 4.0, 1.0, 1000.0, 1.0, 0.25)
+        >>> window_numbers(Fixed(100))
+        (0.0, 1.0, 100.0, 100.0, 1.0, 0.0)
+    """
+    if isinstance(window, Fixed):
+        return 0.0, 1.0, float(window.k), float(window.k), 1.0, 0.0
+    over, under, exact = window.ratio
+    return over, under, 1.0, window.most, float(exact), window.c
+
+
+def size_at(t: Any, window: Any) -> Any:
+    """`Window.size`."""
+    k = window[0] * t / window[1]
+    if window[4] == 0.0:
+        near = np.rint(k)
+        k = near if abs(near - k) <= _TIE * k else k
+    k = k if k > window[2] else window[2]
+    return k if k < window[3] else window[3]
+
+
+def decay_at(t: Any, window: Any) -> Any:
+    """`Exponential.decay`."""
+    before = size_at(t - 1.0, window)
+    k = size_at(t, window)
+    growth = k - before
+    if before > 1.0 and k < window[3]:
+        growth += window[5] - growth
+    old = t - 1.0 if t - 1.0 < before else before
+    excess = 1.0 - growth if t - 1.0 >= before else 0.0
+    return abs(weights(old, 1.0, excess, math.sqrt)[1])
+
+
+def fold_sums(means: Any, sums: Any, total: Any, weight: Any, carry: Any) -> None:
+    """Merge the sums into the newest means: `tailavg.numpy.arithmetic.joined`."""
+    kind = sums.dtype.type
+    for j in range(len(sums)):
+        mean, fresh = means[-1, j], sums[j] / kind(total)
+        joint, lost = fresh, kind(0.0)
+        if weight != 1.0:
+            step = (fresh - mean) * kind(weight)
+            joint = mean + step
+            lost = (step - (joint - mean)) * kind(carry)
+            if lost - lost != 0.0:  # there is no difference of infinities
+                joint = mean * kind(1.0 - weight) + fresh * kind(weight)
+                lost = kind(0.0)
+        means[-1, j], sums[j] = joint, lost
+
+
+def open_block(means: Any, starts: Any, gone: int, t: int) -> None:
+    """Open a block at step t. Block `gone` makes room, or is merged with the one before it."""
+    kind = means.dtype.type
+    last = len(starts) - 1
+    if gone > 0:
+        end = starts[gone + 1] if gone < last else t
+        weight = (end - starts[gone]) / (end - starts[gone - 1])
+        for j in range(means.shape[1]):
+            kept = means[gone - 1, j] * kind(1.0 - weight)
+            means[gone - 1, j] = kept + means[gone, j] * kind(weight)
+    for block in range(gone, last):
+        starts[block] = starts[block + 1]
+        for j in range(means.shape[1]):
+            means[block, j] = means[block + 1, j]
+    starts[last] = t
+    for j in range(means.shape[1]):
+        means[last, j] = 0.0
+
+
+def add_numbers(xs: Any, out: Any, total: Any) -> Any:
+    """Write the sum after each number, and return the last one."""
+    for i in range(len(xs)):
+        total += xs[i]
+        out[i] = total
+    return total
+
+
+def fill_weights(each: Any, of_old: Any, old: Any, new: Any, t: Any, window: Any) -> None:
+    """Write the weights at the steps after t: see `tailavg.core.equation.weights`."""
+    for i in range(len(each)):
+        excess = old + (new + _RAMP[i]) - size_at(t + _RAMP[i], window)
+        excess = excess if excess > 0.0 else 0.0
+        each[i], of_old[i] = weights(old, new + _RAMP[i], excess, math.sqrt)
+
+
+def find_parts(sizes: Any, first: int, parts: Any) -> int:
+    """Write the blocks from `first` on that have samples in their means; return how many."""
+    found = 0
+    for block in range(first, len(sizes)):
+        if sizes[block] > 0:
+            parts[found] = block
+            found += 1
+    return found
+
+
+def weigh_numbers(
+    out: Any, each: Any, of_old: Any, old: Any, other: Any, count: Any, mean: Any, size: Any
+) -> None:
+    """Turn sums into averages: add `old` with its weights, and two means of samples.
+
+    The samples weigh `each`, and there are `count` in `other` and `size` in `mean`. The order of
+    operations is that of `BlockClock.terms`.
+    """
+    kind = out.dtype.type
+    for i in range(len(out)):
+        value = kind(of_old[i]) * old + kind(each[i] * count) * other
+        out[i] = value + kind(each[i] * size) * mean + kind(each[i]) * out[i]
+
+
+def weigh_parts(
+    out: Any, each: Any, of_old: Any, old: Any, means: Any, sizes: Any, used: Any, room: Any
+) -> None:
+    """As `weigh_numbers`, with the means of any number of blocks: those in `used`."""
+    kind = out.dtype.type
+    last = len(used) - 1
+    for i in range(len(out)):
+        room[i] = kind(of_old[i]) * old
+    for part in range(last):
+        other, count = means[used[part], 0], float(sizes[used[part]])
+        for i in range(len(out)):
+            room[i] += kind(each[i] * count) * other
+    mean, size = means[used[last], 0], float(sizes[used[last]])
+    for i in range(len(out)):
+        out[i] = room[i] + kind(each[i] * size) * mean + kind(each[i]) * out[i]
+
+
+def scan_rows(
+    xs: Any,
+    out: Any,
+    means: Any,
+    sizes: Any,
+    sums: Any,
+    old: int,
+    used: Any,
+    parts: int,
+    each: Any,
+    of_old: Any,
+) -> None:
+    """Add the rows of a matrix to the sums, and write the averages: see `weigh_numbers`."""
+    kind = xs.dtype.type
+    last, width = parts - 1, xs.shape[1]
+    for i in range(len(xs)):
+        x, average, share = xs[i], out[i], each[i]
+        of_sum, weight = kind(share), kind(of_old[i])
+        of_mean = kind(share * sizes[used[last]]) if last >= 0 else kind(0.0)
+        if old >= 0 and last == 0:
+            older, mean = means[old], means[used[0]]
+            for j in range(width):
+                sums[j] += x[j]
+                average[j] = weight * older[j] + of_mean * mean[j] + of_sum * sums[j]
+            continue
+        if old >= 0:
+            older = means[old]
+            for j in range(width):
+                average[j] = weight * older[j]
+        else:
+            for j in range(width):
+                average[j] = 0.0
+        for part in range(last):
+            weight, mean = kind(share * sizes[used[part]]), means[used[part]]
+            for j in range(width):
+                average[j] += weight * mean[j]
+        if last >= 0:
+            mean = means[used[last]]
+            for j in range(width):
+                sums[j] += x[j]
+                average[j] = average[j] + of_mean * mean[j] + of_sum * sums[j]
+        else:
+            for j in range(width):
+                sums[j] += x[j]
+                average[j] += of_sum * sums[j]
+
+
+def scan_blocks(
+    xs: Any,
+    out: Any,
+    means: Any,
+    starts: Any,
+    sums: Any,
+    t: int,
+    folded: int,
+    plan: Any,
+    repeats: int,
+    window: Any,
+    all_each: Any,
+    all_old: Any,
+) -> int:
+    """Scan samples from step t on, and return the step up to which they are in means.
+
+    `plan` has the runs of `BlockClock.runs`. If it repeats with the same weights, they are in
+    `all_each` and `all_old`; otherwise these are empty.
+    """
+    last, at = len(starts) - 1, 0
+    numbers, averages = xs.reshape(xs.size), out.reshape(out.size)
+    own_each, own_old, room = np.empty(FOLD), np.empty(FOLD), np.empty(FOLD, xs.dtype)
+    sizes, used = np.empty_like(starts), np.empty_like(starts)
+    for _ in range(repeats):
+        place = 0
+        for run in range(len(plan)):
+            oldest, gone, end = plan[run, 1], plan[run, 2], at + plan[run, 0]
+            first = oldest + 1 if oldest >= 0 else last
+            while at < end:
+                if t - folded >= FOLD or (t > folded and gone >= 0):
+                    size = t - starts[last]
+                    fold_sums(means, sums, t - folded, (t - folded) / size, size)
+                    folded = t
+                if gone >= 0:
+                    open_block(means, starts, gone, t)
+                    for j in range(len(sums)):
+                        sums[j] = 0.0
+                    folded, gone = t, -1
+                for block in range(last):
+                    sizes[block] = starts[block + 1] - starts[block]
+                sizes[last] = folded - starts[last]
+                old = oldest if oldest >= 0 and sizes[oldest] > 0 else -1
+                parts = find_parts(sizes, first, used)
+                n = min(end - at, FOLD - (t - folded))
+                if len(all_each):
+                    each, of_old = all_each[place : place + n], all_old[place : place + n]
+                else:
+                    each, of_old = own_each[:n], own_old[:n]
+                    older = float(sizes[old]) if old >= 0 else 0.0
+                    new = float(t - starts[first])
+                    fill_weights(each, of_old, older, new, float(t), window)
+                if xs.shape[1] == 1:
+                    part = averages[at : at + n]
+                    sums[0] = add_numbers(numbers[at : at + n], part, sums[0])
+                    older = means[old, 0] if old >= 0 else zero
+                    if parts > 2:
+                        own = used[:parts]
+                        weigh_parts(part, each, of_old, older, means, sizes, own, room)
+                    else:
+                        ...
+                else:
+                    x, rows = xs[at : at + n], out[at : at + n]
+                    scan_rows(x, rows, means, sizes, sums, old, used, parts, each, of_old)
+                at += n
+                t += n
+                place += n
+    return folded
+
+
+def scan_small_blocks(
+    xs: Any, out: Any, means: Any, sums: Any, rest: int, size: int, plan: Any, each: Any, old: Any
+) -> None:
+    """As `scan_blocks`, for many small blocks of numbers that are alike: side by side.
+
+    Each block before is full, its last `rest` samples are in the sum, and the plan begins with a
+    turn. The last block is left open.
+    """
+    kind = xs.dtype.type
+    closed = len(means) - 1
+    if rest > 0:
+        fold_sums(means, sums, rest, rest / size, size)
+    most = max(1, _TOGETHER // size)
+    held = np.empty(closed + most, xs.dtype)  # the means of these blocks, and of those before
+    room = np.empty(most, xs.dtype)
+    for block in range(closed):
+        held[block] = means[block + 1, 0]
+    blocks = len(xs) // size
+    for start in range(0, blocks, most):
+        n, opened = min(most, blocks - start), start * size
+        for block in range(n):
+            at = opened + block * size
+            sums[0] = add_numbers(xs[at : at + size], out[at : at + size], kind(0.0))
+            held[closed + block] = sums[0] / kind(size)
+        table = out[opened : opened + n * size].reshape(n, size)
+        place = 0
+        for run in range(len(plan)):
+            oldest = plan[run, 1]
+            newest = closed - 1 if oldest >= 0 else -1  # of the closed ones that have a weight
+            for i in range(place, place + plan[run, 0]):
+                of_sum, of_block, of_old = kind(each[i]), kind(each[i] * size), kind(old[i])
+                if newest < 0:
+                    for block in range(n):
+                        table[block, i] *= of_sum
+                    continue
+                older = held[oldest : oldest + n]
+                if newest == oldest:
+                    for block in range(n):
+                        table[block, i] = of_old * older[block] + of_sum * table[block, i]
+                    continue
+                newer = held[newest : newest + n]
+                for block in range(n):
+                    room[block] = of_old * older[block]
+                for other in range(oldest + 1, newest):
+                    between = held[other : other + n]
+                    for block in range(n):
+                        room[block] += of_block * between[block]
+                for block in range(n):
+                    value = room[block] + of_block * newer[block]
+                    table[block, i] = value + of_sum * table[block, i]
+            place += plan[run, 0]
+        for block in range(closed):
+            means[block, 0] = held[n - 1 + block]
+        for block in range(closed):
+            held[block] = held[n + block]
+    means[closed, 0] = 0.0
+
+
+def scan_block_groups(
+    xs: Any,
+    out: Any,
+    bounds: Any,
+    counts: Any,
+    folded: Any,
+    starts: Any,
+    means: Any,
+    sums: Any,
+    plan: Any,
+    ends: Any,
+    window: Any,
+) -> None:
+    """`scan_blocks` for each group of samples: group g has those from bounds[g] to bounds[g + 1].
+
+    All groups share a plan, which begins at step 0; its runs end at the steps `ends`. A group that
+    goes beyond the plan is left out.
+    """
+    none = np.empty(0)
+    own = np.empty_like(plan)  # the part of the plan that a group goes through
+    for group in range(len(counts)):
+        begin, until = bounds[group], bounds[group + 1]
+        t, end = counts[group], counts[group] + until - begin
+        if t == end or end > ends[-1]:
+            continue
+        run = np.searchsorted(ends, t, side="right")
+        runs, at = 0, t
+        while at < end:
+            begun = at > ends[run] - plan[run, 0]
+            own[runs, 0] = min(end, ends[run]) - at
+            own[runs, 1] = plan[run, 1]
+            own[runs, 2] = -1 if begun else plan[run, 2]
+            at += own[runs, 0]
+            run += 1
+            runs += 1
+        folded[group] = scan_blocks(
+            xs[begin:until],
+            out[begin:until],
+            means[group],
+            starts[group],
+            sums[group],
+            t,
+            folded[group],
+            own[:runs],
+            1,
+            window,
+            none,
+            none,
+        )
+        counts[group] = end
+
+
+def fill_factors(scales: Any, factors: Any, folded: int, least: int, window: Any) -> Any:
+    """`tailavg.core.clock.factors`: how many there are, and the decay of the first sample."""
+    for i in range(FOLD):
+        scales[i] = decay_at(float(folded) + _RAMP[i], window)
+    decay = scales[0]
+    for i in range(FOLD):
+        factors[i] = 1.0 - scales[i]
+    n, scale = 1, 1.0
+    scales[0] = 1.0
+    while n < FOLD and (n < least or scale * scales[n] >= SMALLEST):
+        scale *= scales[n]
+        scales[n] = scale
+        n += 1
+    for i in range(n):
+        factors[i] /= scales[i]
+    return n, decay
+
+
+def add_decaying(xs: Any, out: Any, factors: Any, total: Any) -> Any:
+    """As `add_numbers`, of numbers times factors."""
+    kind = xs.dtype.type
+    for i in range(len(xs)):
+        total += xs[i] * kind(factors[i])
+        out[i] = total
+    return total
+
+
+def weigh_decayed(out: Any, scales: Any, decay: Any, mean: Any) -> None:
+    """Turn sums with factors into averages."""
+    kind = out.dtype.type
+    if decay == 0.0:  # 0 times a NaN would be a NaN
+        for i in range(len(out)):
+            out[i] = kind(scales[i]) * out[i]
+    else:
+        for i in range(len(out)):
+            out[i] = kind(decay * scales[i]) * mean + kind(scales[i]) * out[i]
+
+
+def scan_decaying_rows(
+    xs: Any, out: Any, mean: Any, sums: Any, factors: Any, scales: Any, decay: Any
+) -> None:
+    """Add the rows of a matrix, times factors, to the sums, and write the averages."""
+    kind, width = xs.dtype.type, xs.shape[1]
+    for i in range(len(xs)):
+        x, factor = xs[i], kind(factors[i])
+        for j in range(width):
+            sums[j] += x[j] * factor
+        if len(out):
+            average, scale, kept = out[i], kind(scales[i]), kind(decay * scales[i])
+            if decay == 0.0:
+                for j in range(width):
+                    average[j] = scale * sums[j]
+            else:
+                for j in range(width):
+                    average[j] = kept * mean[j] + scale * sums[j]
+
+
+def scan_decaying(
+    xs: Any,
+    out: Any,
+    bounds: Any,
+    counts: Any,
+    folded: Any,
+    means: Any,
+    sums: Any,
+    steady: int,
+    window: Any,
+) -> None:
+    """Scan each group of samples in an exponential average, whose decay is constant from `steady`.
+
+    If `out` is empty, nothing is written.
+    """
+    numbers, averages = xs.reshape(xs.size), out.reshape(out.size)
+    scales, factors, room = np.empty(FOLD), np.empty(FOLD), np.empty(FOLD, xs.dtype)
+    for group in range(len(counts)):
+        at, end = bounds[group], bounds[group + 1]
+        if at == end:
+            continue
+        t, rest = counts[group], counts[group] - folded[group]
+        mean, total = means[group], sums[group]
+        most, decay = fill_factors(scales, factors, t - rest, max(1, rest), window)
+        while at < end:
+            if rest >= most:
+                of_mean, of_sum = decay * scales[rest - 1], scales[rest - 1]
+                if t - rest < steady:
+                    most, decay = fill_factors(scales, factors, t, 1, window)
+                fold_sums(mean, total, (1.0 - of_mean) / of_sum, 1.0 - of_mean, decay)
+                rest = 0
+            n = min(end - at, most - rest)
+            factor, scale = factors[rest : rest + n], scales[rest : rest + n]
+            if xs.shape[1] == 1:
+                part = averages[at : at + n] if len(out) else room[:n]
+                total[0] = add_decaying(numbers[at : at + n], part, factor, total[0])
+                if len(out):
+                    weigh_decayed(part, scale, decay, mean[0, 0])
+            else:
+                rows = out[at : at + n] if len(out) else out
+                scan_decaying_rows(xs[at : at + n], rows, mean[0], total, factor, scale, decay)
+            at += n
+            t += n
+            rest += n
+        counts[group], folded[group] = t, t - rest
+
+
+def scan_exact(xs: Any, first: int, out: Any, t: int, window: Any, most: int) -> None:
+    """Scan exact windows over numbers; `xs` has the last `first` of those before, too.
+
+    A window of n samples is cut at the last multiple of the largest power of 2 up to n. What comes
+    before the cut is summed backwards, what comes after it forwards: no sample is ever subtracted.
+    `most` is the most samples that a window has.
+    """
+    before = np.zeros(most + 1)  # the sums of so many samples before the cut
+    after = 0.0
+    start = first - t  # where sample 0 would be
+    cut, power = -1, 1
+    for i in range(len(out)):
+        t += 1
+        n = int(min(float(t), np.ceil(size_at(float(t), window))))
+        while 2 * power <= n:
+            power *= 2
+        now = t & -power
+        if now != cut:
+            cut = now
+            for size in range(1, n - (t - cut) + 1):
+                before[size] = before[size - 1] + xs[start + cut - size]
+            after = 0.0
+            for row in range(start + cut, start + t - 1):
+                after += xs[row]
+        if t > cut:
+            after += xs[start + t - 1]
+        out[i] = (before[n - (t - cut)] + after) / n
+
+
+def sort_groups(codes: Any, bounds: Any, order: Any) -> None:
+    """A stable counting sort: `order` becomes the rows of group 0, then those of group 1, …
+
+    `bounds` says where each group begins; it is overwritten.
+    """
+    for i in range(len(codes)):
+        order[bounds[codes[i]]] = i
+        bounds[codes[i]] += 1
+
+
+_LOOPS: list[Any] = [
+    weights,
+    size_at,
+    decay_at,
+    fold_sums,
+    open_block,
+    add_numbers,
+    fill_weights,
+    find_parts,
+    weigh_numbers,
+    scan_rows,
+    scan_blocks,
+    scan_small_blocks,
+    scan_block_groups,
+    fill_factors,
+    add_decaying,
+    weigh_decayed,
+    scan_decaying_rows,
+    scan_decaying,
+    scan_exact,
+    sort_groups,
+]
+
+_PLAIN = SimpleNamespace(**{loop.__name__: loop for loop in _LOOPS})
+
+
+@lru_cache
+def installed() -> bool:
+    """Return whether numba is installed, and can be imported."""
+    return find_spec("numba") is not None
+
+
+def kernel(numbers: int, groups: int = 1, *, same_bits: bool = False) -> SimpleNamespace | None:
+    """Return the loops to scan so many numbers with, by name; None to do without them.
+
+    They are compiled, or plain Python if there are few numbers. Results are bit-identical. Without
+    numba, array operations are faster, unless there are only a few numbers in each group. Their
+    last digits differ: with `same_bits`, plain loops are used instead.
+    """
+    if not installed():
+        return _PLAIN if same_bits or numbers <= FEW * groups else None
+    work = numbers if groups == 1 else GROUPED * numbers
+    return _PLAIN if work < (SHORT if "numba" in sys.modules else LONG) else _compiled()
+
+
+@lru_cache
+def _compiled() -> SimpleNamespace | None:
+    """Compile the loops, each when it is first called, or read them from numba's cache on disk.
+
+    The cache is renewed when this file changes: change it with `tailavg.core.equation`.
+    """
+    try:
+        from numba import njit
+    except ImportError as error:  # as of another version of NumPy
+        warnings.warn(f"numba cannot be imported, so scans are slower: {error}", stacklevel=3)
+        return None
+    found = dict(globals())
+    for loop in _LOOPS:  # a copy that finds the compiled ones under the names of the plain ones
+        copy = FunctionType(loop.__code__, found, loop.__name__)
+        try:
+            found[loop.__name__] = njit(cache=True, error_model="numpy")(copy)
+        except RuntimeError:  # there is no folder that a cache could be written to
+            found[loop.__name__] = njit(error_model="numpy")(copy)
+    return SimpleNamespace(**{loop.__name__: found[loop.__name__] for loop in _LOOPS})

@@ -1,0 +1,337 @@
+"""`Table`: what averages of one rule hold, side by side in arrays, and every scan.
+
+A `TailAverage` is scanned as a table of one row, a `TailAverages` is a table with a row for each
+key, and Spark's states are rows in bytes. Rows are scanned by the compiled loops of `kernel`, or
+without numba by the array operations of `fallback`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from tailavg.core.clock import SUM, BlockClock, Clock, DecayClock, clock_for
+from tailavg.core.decay import Decay
+from tailavg.core.rules import Exponential, Rule
+from tailavg.core.windows import Window
+from tailavg.numpy import fallback
+from tailavg.numpy.arithmetic import Array, wide
+from tailavg.numpy.kernel import window_numbers
+
+__all__ = ["Table", "record_type"]
+
+LONGEST = 1 << 20
+"""The steps of a plan that rows share; a row with more samples has its own."""
+
+SMALL = 256
+"""Blocks of at most so many samples are scanned side by side, if they repeat."""
+
+_WEIGHTS = 1 << 16  # that are kept for blocks that repeat: more do not stay in a cache
+_FLOAT64 = np.dtype(np.float64)
+_FIELDS = ("counts", "folded", "starts", "means", "sums")
+
+
+class Table:
+    """Averages of one rule, a row each. A rule that keeps samples (`ExactWindow`) has no table.
+
+    Args:
+        rule: The rule.
+        rows: How many rows there are, all without samples.
+        width: How many numbers a sample has.
+        dtype: The dtype of means and sums.
+
+    Examples:
+        >>> from tailavg import AnytimeWindow
+        >>> table = Table(AnytimeWindow(2), 2)
+        >>> table.scan(np.array([[1.0], [3.0], [5.0], [10.0]]), np.array([0, 3, 4]))[0, :, 0]
+        array([ 1.,  2.,  4., 10.])
+        >>> table.counts
+        array([3, 1])
+    """
+
+    counts: Array
+    """The number of samples of each row."""
+    folded: Array
+    """The step up to which they are in means."""
+    starts: Array
+    """The steps at which blocks start, oldest first; empty blocks come first, and start at 0."""
+    means: Array
+    """The means of the blocks."""
+    sums: Array
+    """The sums of the samples since step `folded`: see `tailavg.io.state`, `partial`."""
+
+    def __init__(
+        self, rule: Rule, rows: int = 0, width: int = 1, dtype: np.dtype[Any] = _FLOAT64
+    ) -> None:
+        self.rule = rule
+        blocks = len(_first_clock(rule).blocks)
+        self.counts, self.folded = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
+        self.starts = np.zeros((rows, blocks), np.int64)
+        self.means = np.zeros((rows, blocks, width), dtype)
+        self.sums = np.zeros((rows, width), dtype)
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def take(self, rows: Array) -> Table:
+        """Return a copy of some rows."""
+        taken = object.__new__(Table)
+        taken.rule = self.rule
+        for name in _FIELDS:
+            setattr(taken, name, getattr(self, name)[rows])
+        return taken
+
+    def put(self, rows: Array, other: Table) -> None:
+        """Overwrite rows with those of another table."""
+        for name in _FIELDS:
+            getattr(self, name)[rows] = getattr(other, name)
+
+    def grow(self, rows: int) -> None:
+        """Add empty rows until there are so many."""
+        for name in _FIELDS:
+            held = getattr(self, name)
+            larger = np.zeros((rows, *held.shape[1:]), held.dtype)
+            larger[: len(held)] = held
+            setattr(self, name, larger)
+
+    def clock(self, row: int) -> Clock:
+        """Return the clock of a row."""
+        clock = _first_clock(self.rule).copy()
+        if self.counts[row]:
+            starts = self.starts[row].tolist()
+            clock.resume(int(self.counts[row]), starts, int(self.folded[row]))
+        return clock
+
+    def records(self) -> Array:
+        """Return the rows as records: see `record_type`."""
+        found = np.zeros(len(self), record_type(self.rule))
+        found["count"], found["folded"], found["starts"] = self.counts, self.folded, self.starts
+        found["blocks"], found["partial"] = self.means[:, :, 0], self.sums[:, 0]
+        return found
+
+    @classmethod
+    def from_records(cls, rule: Rule, records: Array) -> Table:
+        """Return the rows that `records` gave."""
+        table = cls(rule, len(records))
+        table.counts[:], table.folded[:] = records["count"], records["folded"]
+        table.starts[:] = records["starts"]
+        table.means[:, :, 0], table.sums[:, 0] = records["blocks"], records["partial"]
+        return table
+
+    def read(self, row: int, window: Any = None) -> float:
+        """Return the average of a row of numbers."""
+        value, means, total = 0.0, self.means[row, :, 0].tolist(), float(self.sums[row, 0])
+        for weight, block in self.clock(row).terms(window):
+            value += weight * (total if block == SUM else means[block])
+        return value
+
+    # Scans.
+
+    def scan_groups(
+        self,
+        codes: Array | None,
+        xs: Array,
+        counted: Array | None = None,
+        windows: Sequence[Any] = (None,),
+        kernel: SimpleNamespace | None = None,
+    ) -> Array:
+        """Take numbers, each of a row of the table, and return the averages of its row after each.
+
+        Args:
+            codes: The row of each number, in ascending order; None if there is one row.
+            xs: The numbers.
+            counted: Which numbers are taken; the others leave the average of their row as it is.
+            windows: As for `scan`.
+            kernel: As for `scan`.
+
+        Returns:
+            A row of averages for each window. An average without samples is NaN.
+        """
+        if codes is None:
+            codes = np.zeros(0 if counted is None else len(xs), np.int64)
+        if counted is None or counted.all():
+            sizes = np.bincount(codes, minlength=len(self)) if len(codes) else [len(xs)]
+            bounds = np.concatenate([[0], np.cumsum(sizes)])
+            return self.scan(xs[:, None], bounds, windows, kernel)[:, :, 0]
+        sizes = np.bincount(codes[counted], minlength=len(self))
+        bounds = np.concatenate([[0], np.cumsum(sizes)])
+        latest = np.cumsum(counted) - 1  # that was counted, up to each number
+        own = latest >= bounds[codes]  # it is of the same row
+        before = np.full((len(windows), len(self)), np.nan)
+        for row in np.unique(codes[~own]).tolist():
+            if self.counts[row]:
+                before[:, row] = [self.read(row, window) for window in windows]
+        averages = self.scan(xs[counted][:, None], bounds, windows, kernel)[:, :, 0]
+        out = before[:, codes]
+        out[:, own] = averages[:, latest[own]]
+        return out
+
+    def scan(
+        self,
+        xs: Array,
+        bounds: Array,
+        windows: Sequence[Window | Decay | None] = (None,),
+        kernel: SimpleNamespace | None = None,
+    ) -> Array:
+        """Take samples, and return the averages after each, for each of several windows.
+
+        Args:
+            xs: Samples, as the rows of a matrix; those of a row of the table stand together.
+            bounds: Where the samples of each row begin, and where the last ones end.
+            windows: What to read, if the rule is an `AnyTail`; otherwise [None].
+            kernel: The compiled loops, if they are to be used.
+        """
+        out = np.empty((len(windows), *xs.shape), self.means.dtype)
+        before = self.take(np.arange(len(self))) if len(windows) > 1 else self
+        # the last scan leaves what the rows then hold: a plain window is compiled
+        order = sorted(range(len(windows)), key=lambda i: not isinstance(windows[i], Decay))
+        for number, i in enumerate(order):
+            if number:
+                self.put(np.arange(len(self)), before)
+            self._scan(xs, out[i], bounds, windows[i], kernel)
+        return out
+
+    def _scan(
+        self, xs: Array, out: Array, bounds: Array, window: Any, kernel: SimpleNamespace | None
+    ) -> None:
+        window = getattr(self.rule, "window", None) if window is None else window
+        if isinstance(self.rule, Exponential):
+            self._scan_decaying(xs, out, bounds, kernel)
+            return
+        ends, rows = self.counts + np.diff(bounds), np.flatnonzero(np.diff(bounds))
+        if kernel is not None and not isinstance(window, Decay) and len(rows) > 1:
+            within = ends[rows] <= LONGEST
+            if within.any():
+                most = int(ends[rows][within].max())
+                plan, until = _plan(self.rule, window, 1 << (most - 1).bit_length())
+                state = self.counts, self.folded, self.starts, self.means, self.sums
+                how = plan, until, window_numbers(window)
+                kernel.scan_block_groups(xs, out, bounds, *state, *how)
+                rows = rows[ends[rows] > until[-1]]
+        for row in rows.tolist():
+            part = slice(bounds[row], bounds[row + 1])
+            self._scan_row(row, xs[part], out[part], window, kernel)
+
+    def _scan_row(self, row: int, xs: Array, out: Array, window: Any, kernel: Any) -> None:
+        clock, means, sums = self.clock(row), self.means[row], self.sums[row]
+        assert isinstance(clock, BlockClock)
+        if kernel is None or isinstance(window, Decay):
+            fallback.scan_blocks(clock, means, sums, xs, out, window)
+        else:
+            t, done, starts, folded = clock.count, 0, self.starts[row], clock.folded
+            for runs, repeats in clock.runs(t + len(xs), window):
+                plan = np.array(runs)
+                size = int(plan[:, 0].sum())
+                n, end = repeats * size, done + repeats * size
+                each, of_old = _repeated_weights(plan, repeats, starts, t, window)
+                part, state = (xs[done:end], out[done:end]), (means, starts, sums)
+                if len(each) and size <= SMALL and xs.shape[1] == 1:
+                    numbers, averages = part[0][:, 0], part[1][:, 0]
+                    kernel.scan_small_blocks(
+                        numbers, averages, means, sums, t - folded, size, plan, each, of_old
+                    )
+                    starts += n
+                    folded = t + n - size
+                else:
+                    window_now = window_numbers(window)
+                    folded = kernel.scan_blocks(
+                        *part, *state, t, folded, plan, repeats, window_now, each, of_old
+                    )
+                done, t = end, t + n
+            clock.resume(t, clock.blocks, int(folded))
+        self.counts[row], self.folded[row], self.starts[row] = (
+            clock.count,
+            clock.folded,
+            clock.blocks,
+        )
+
+    def _scan_decaying(self, xs: Array, out: Array, bounds: Array, kernel: Any) -> None:
+        rule = self.rule
+        assert isinstance(rule, Exponential)
+        if kernel is not None:
+            state = self.counts, self.folded, self.means, self.sums
+            steady = rule.window.steady_from
+            kernel.scan_decaying(xs, out, bounds, *state, steady, window_numbers(rule.window))
+            return
+        for row in np.flatnonzero(np.diff(bounds)).tolist():
+            part = slice(bounds[row], bounds[row + 1])
+            clock, dtype = self.clock(row), wide(self.means.dtype)
+            assert isinstance(clock, DecayClock)
+            of_mean, of_sum = clock.weights()
+            if clock.count == clock.folded and clock.decay:
+                of_sum = 1.0 / clock.decay  # of what the last fold rounded off
+            mean = np.zeros(xs.shape[1], dtype)
+            for weight, held in ((of_mean, self.means[row, 0]), (of_sum, self.sums[row])):
+                if weight:  # 0 times a NaN would be a NaN
+                    mean += weight * held.astype(dtype)
+            mean = fallback.scan_decaying(clock, mean, xs[part], out[part] if len(out) else None)
+            count = clock.count + len(xs[part])
+            clock.resume(count, [0], count)
+            self.counts[row] = self.folded[row] = count
+            self.means[row, 0] = mean
+            with np.errstate(invalid="ignore"):
+                lost = (mean - self.means[row, 0]) * clock.decay
+            self.sums[row] = np.where(np.isfinite(lost), lost, 0.0)
+
+    def add(self, xs: Array, kernel: SimpleNamespace | None) -> None:
+        """Take samples into an exponential average of one row, without reading it."""
+        nothing = np.empty((0, xs.shape[1]), xs.dtype)
+        self._scan_decaying(xs, nothing, np.array([0, len(xs)]), kernel)
+
+
+def record_type(rule: Rule) -> np.dtype[Any]:
+    """Return the state of an average of numbers as a record, least significant byte first.
+
+    Its fields are those of `tailavg.io.state`; a block that is empty starts at 0.
+
+    Examples:
+        >>> from tailavg import AnytimeWindow
+        >>> record_type(AnytimeWindow(0.25)).itemsize
+        72
+    """
+    blocks = len(_first_clock(rule).blocks)
+    return np.dtype(
+        [
+            ("count", "<i8"),
+            ("folded", "<i8"),
+            ("starts", "<i8", (blocks,)),
+            ("blocks", "<f8", (blocks,)),
+            ("partial", "<f8"),
+        ]
+    )
+
+
+@lru_cache(maxsize=64)
+def _first_clock(rule: Rule) -> Clock:
+    """The clock of a rule before the first sample, to be copied."""
+    return clock_for(rule)
+
+
+@lru_cache(maxsize=16)
+def _plan(rule: Rule, window: Window, end: int) -> tuple[Array, Array]:
+    """The runs of `BlockClock.runs` from the first step on, and the steps at which they end."""
+    clock = clock_for(rule)
+    assert isinstance(clock, BlockClock)
+    parts = [np.tile(runs, (repeats, 1)) for runs, repeats in clock.runs(end, window)]
+    plan = np.concatenate(parts)
+    return plan, np.cumsum(plan[:, 0])
+
+
+def _repeated_weights(
+    plan: Array, repeats: int, starts: Array, t: int, window: Window
+) -> tuple[Array, Array]:
+    """The weights of a plan that repeats, if they repeat too: see `kernel.scan_blocks`."""
+    n = int(plan[:, 0].sum())
+    steady = repeats > 1 and window.size(t + 1) == window.size(t + repeats * n)
+    if not steady or n > _WEIGHTS:
+        return np.empty(0), np.empty(0)
+    blocks = [*starts[1:].tolist(), t]  # of the first repetition: all blocks have n samples
+    each, parts = fallback.block_weights(blocks, t + np.arange(1.0, n + 1.0), window)
+    of_old = np.zeros(n)
+    for _, where, weight in reversed(parts):  # at each step, the oldest block comes last
+        of_old[where] = weight
+    return each, of_old

@@ -1,0 +1,68 @@
+"""What both averages share: which calls count, and the weight of each counted update."""
+
+from __future__ import annotations
+
+from tailavg.core import profile as profiles
+from tailavg.core.decay import Reading
+from tailavg.core.rules import Rule, size_of
+from tailavg.core.windows import Reals, positive_int
+from tailavg.io.state import nothing_yet
+from tailavg.torch.accumulators import Accumulators
+
+__all__ = ["CountedUpdates"]
+
+
+class CountedUpdates:
+    """The counted updates of an average, and the weight of each."""
+
+    _accumulators: Accumulators
+    _update_call = ""  # what to call, for error messages
+
+    def _count_calls(self, update_every: int, start_after: int = 0) -> None:
+        """Count every n-th call only, after some that are ignored."""
+        self._every = positive_int(update_every, "update_every")
+        self._start = positive_int(start_after, "start_after", least=0)
+
+    def _skips_call(self) -> bool:
+        """Return whether this call does not count, and remember it if so."""
+        accumulators = self._accumulators
+        # before the first sample, `calls` includes those that are ignored
+        due = self._every if accumulators.clock.count else self._start + self._every
+        if accumulators.calls + 1 < due:
+            accumulators.calls += 1
+            return True
+        return False
+
+    def _require_an_update(self, call: str) -> None:
+        self._accumulators.require_whole()
+        if not self.count:
+            due = self._start + self._every
+            waits = f" ({self._accumulators.calls} of {due} calls)" if due > 1 else ""
+            raise nothing_yet(call, f"{waits}; call {self._update_call}")
+
+    @property
+    def rule(self) -> Rule:
+        """The rule, with its window."""
+        return self._accumulators.clock.rule
+
+    @property
+    def count(self) -> int:
+        """The number of counted updates, t."""
+        return self._accumulators.clock.count
+
+    @property
+    def size(self) -> float:
+        """The size of the window, k_t. `profile` has the effective size."""
+        return size_of(self.rule, None, self.count)
+
+    def weights(self, window: Reading | None = None) -> Reals:
+        """Return the weight of each of the `count` updates, oldest first."""
+        self._accumulators.require_whole()
+        clock = self._accumulators.clock
+        return profiles.dense_weights(clock.rule, clock.starts, clock.count, window)
+
+    def profile(self, window: Reading | None = None) -> profiles.Profile:
+        """Return a summary of the weights: effective size, mean age, oldest age."""
+        self._require_an_update("profile")
+        clock = self._accumulators.clock
+        return profiles.profile(clock.rule, clock.starts, clock.count, window)
