@@ -10,6 +10,14 @@ def without_numba(monkeypatch):
 
 
 @pytest.fixture
+def plain_loops(monkeypatch):
+    """Scan with the loops that numba would compile, as plain Python."""
+    monkeypatch.setattr(kernel, "installed", lambda: True)
+    monkeypatch.setattr(kernel, "LONG", 10**18)
+    monkeypatch.setattr(kernel, "SHORT", 10**18)
+
+
+@pytest.fixture
 def compiled(monkeypatch):
     """Scan with compiled loops from the first number on."""
     pytest.importorskip("numba", reason="numba is not installed: there are no compiled loops")

@@ -18,7 +18,6 @@ from tailavg import (
     TailAverage,
     TailAverages,
 )
-from tailavg.numpy import kernel
 from tailavg.numpy.keyed import LIVE
 from tests.support.cases import FEW_RULES, RULES, assert_close, bits, of_rules
 from tests.support.effort import some
@@ -29,16 +28,10 @@ from tests.support.model import weight_matrix
 SOME = [*FEW_RULES, AnytimeWindow(0.3, turns="paper"), AnyTail(6)]
 
 
-@pytest.fixture(params=["compiled", "one by one", "without numba"])
-def way(request, monkeypatch):
-    """How samples are scanned: compiled, or as long as there are few, or without numba."""
-    if request.param == "compiled":
-        request.getfixturevalue("compiled")
-    elif request.param == "one by one":
-        monkeypatch.setattr(kernel, "LONG", 10**18)
-        monkeypatch.setattr(kernel, "SHORT", 10**18)
-    else:
-        request.getfixturevalue("without_numba")
+@pytest.fixture(params=["compiled", "plain_loops", "without_numba"])
+def way(request):
+    """How samples are scanned."""
+    request.getfixturevalue(request.param)
     return request.param
 
 
@@ -91,7 +84,7 @@ def test_a_scan_is_that_of_each_key_to_the_bit(rule, nan_policy, order, way):
     expected, each = one_by_one(rule, keys, xs, nan_policy)
     averages = TailAverages(rule, nan_policy=nan_policy)
     got = averages.scan(keys, xs, window_for(rule))
-    if way == "without numba":  # of many samples, equal up to rounding
+    if way == "without_numba":  # of many samples, equal up to rounding
         assert_close(got, expected, 1e-12)
         assert {k: a.count for k, a in averages.items()} == {k: a.count for k, a in each.items()}
     else:

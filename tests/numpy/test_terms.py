@@ -49,7 +49,9 @@ class Obvious:
 
 @of_rules([rule for rule in [*EVERY_RULE, AnyTail(12)] if not isinstance(rule, ExactWindow)])
 @pytest.mark.parametrize("kind", ["float", "float32 (3,)"])
-def test_a_value_is_the_sum_of_the_terms_to_the_bit(rule, kind):
+@pytest.mark.parametrize("loops", ["compiled", "plain_loops"])
+def test_a_value_is_the_sum_of_the_terms_to_the_bit(rule, kind, loops, request):
+    request.getfixturevalue(loops)
     kind, window = EVERY_KIND[kind], 0.4 if isinstance(rule, AnyTail) else None
     xs = kind.draw(900)
     zero = 0.0 if xs.ndim == 1 else np.zeros(xs.shape[1:], xs.dtype)

@@ -279,12 +279,19 @@ def scan_blocks(
                 if xs.shape[1] == 1:
                     part = averages[at : at + n]
                     sums[0] = add_numbers(numbers[at : at + n], part, sums[0])
+                    zero = xs.dtype.type(0.0)
                     older = means[old, 0] if old >= 0 else zero
                     if parts > 2:
                         own = used[:parts]
                         weigh_parts(part, each, of_old, older, means, sizes, own, room)
                     else:
-                        ...
+                        other, mean, count, size_now = zero, zero, 0.0, 0.0
+                        if parts == 2:
+                            other, count = means[used[0], 0], float(sizes[used[0]])
+                        if parts > 0:
+                            newest = used[parts - 1]
+                            mean, size_now = means[newest, 0], float(sizes[newest])
+                        weigh_numbers(part, each, of_old, older, other, count, mean, size_now)
                 else:
                     x, rows = xs[at : at + n], out[at : at + n]
                     scan_rows(x, rows, means, sizes, sums, old, used, parts, each, of_old)
@@ -557,6 +564,7 @@ _LOOPS: list[Any] = [
     fill_weights,
     find_parts,
     weigh_numbers,
+    weigh_parts,
     scan_rows,
     scan_blocks,
     scan_small_blocks,
