@@ -89,17 +89,21 @@ def decay_at(t: Any, window: Any) -> Any:
 def fold_sums(means: Any, sums: Any, total: Any, weight: Any, carry: Any) -> None:
     """Merge the sums into the newest means: `tailavg.numpy.arithmetic.joined`."""
     kind = sums.dtype.type
+    mean = means[-1]
+    if weight == 1.0:
+        for j in range(len(sums)):
+            mean[j] = sums[j] / kind(total)
+            sums[j] = 0.0
+        return
     for j in range(len(sums)):
-        mean, fresh = means[-1, j], sums[j] / kind(total)
-        joint, lost = fresh, kind(0.0)
-        if weight != 1.0:
-            step = (fresh - mean) * kind(weight)
-            joint = mean + step
-            lost = (step - (joint - mean)) * kind(carry)
-            if lost - lost != 0.0:  # there is no difference of infinities
-                joint = mean * kind(1.0 - weight) + fresh * kind(weight)
-                lost = kind(0.0)
-        means[-1, j], sums[j] = joint, lost
+        fresh = sums[j] / kind(total)
+        step = (fresh - mean[j]) * kind(weight)
+        joint = mean[j] + step
+        lost = (step - (joint - mean[j])) * kind(carry)
+        if lost - lost != 0.0:  # there is no difference of infinities
+            joint = mean[j] * kind(1.0 - weight) + fresh * kind(weight)
+            lost = kind(0.0)
+        mean[j], sums[j] = joint, lost
 
 
 def open_block(means: Any, starts: Any, gone: int, t: int) -> None:
@@ -121,14 +125,6 @@ def open_block(means: Any, starts: Any, gone: int, t: int) -> None:
         means[last, j] = 0.0
 
 
-def add_numbers(xs: Any, out: Any, total: Any) -> Any:
-    """Write the sum after each number, and return the last one."""
-    for i in range(len(xs)):
-        total += xs[i]
-        out[i] = total
-    return total
-
-
 def fill_weights(each: Any, of_old: Any, old: Any, new: Any, t: Any, window: Any) -> None:
     """Write the weights at the steps after t: see `tailavg.core.equation.weights`."""
     for i in range(len(each)):
@@ -137,180 +133,193 @@ def fill_weights(each: Any, of_old: Any, old: Any, new: Any, t: Any, window: Any
         each[i], of_old[i] = weights(old, new + _RAMP[i], excess, math.sqrt)
 
 
-def find_parts(sizes: Any, first: int, parts: Any) -> int:
-    """Write the blocks from `first` on that have samples in their means; return how many."""
-    found = 0
-    for block in range(first, len(sizes)):
-        if sizes[block] > 0:
-            parts[found] = block
-            found += 1
-    return found
+def newer_blocks(starts: Any, folded: int, first: int, blocks: Any, sizes: Any) -> int:
+    """List the blocks from `first` on that have a mean, and how many samples are in their means.
+
+    The lists are filled up with -1 and 0, so that the blocks come in pairs. Return their length.
+    """
+    n, last = 0, len(starts) - 1
+    for block in range(first, last + 1):
+        size = (starts[block + 1] if block < last else folded) - starts[block]
+        if size > 0:
+            blocks[n], sizes[n] = block, size
+            n += 1
+    while n == 0 or n % 2 == 1:
+        blocks[n], sizes[n] = -1, 0.0
+        n += 1
+    return n
+
+
+def add_numbers(xs: Any, out: Any, total: Any) -> Any:
+    """Write the sum after each number, and return the last one."""
+    for i in range(len(xs)):
+        total += xs[i]
+        out[i] = total
+    return total
 
 
 def weigh_numbers(
-    out: Any, each: Any, of_old: Any, old: Any, other: Any, count: Any, mean: Any, size: Any
+    out: Any, each: Any, of_old: Any, old: Any, means: Any, pairs: int, sizes: Any, room: Any
 ) -> None:
-    """Turn sums into averages: add `old` with its weights, and two means of samples.
+    """Turn sums into averages: add the old mean, and pairs of newer means of `sizes` samples.
 
-    The samples weigh `each`, and there are `count` in `other` and `size` in `mean`. The order of
-    operations is that of `BlockClock.terms`.
+    The operations and their order are those of `BlockClock.terms`.
     """
     kind = out.dtype.type
-    for i in range(len(out)):
-        value = kind(of_old[i]) * old + kind(each[i] * count) * other
-        out[i] = value + kind(each[i] * size) * mean + kind(each[i]) * out[i]
-
-
-def weigh_parts(
-    out: Any, each: Any, of_old: Any, old: Any, means: Any, sizes: Any, used: Any, room: Any
-) -> None:
-    """As `weigh_numbers`, with the means of any number of blocks: those in `used`."""
-    kind = out.dtype.type
-    last = len(used) - 1
-    for i in range(len(out)):
-        room[i] = kind(of_old[i]) * old
-    for part in range(last):
-        other, count = means[used[part], 0], float(sizes[used[part]])
+    last = pairs - 2
+    if last > 0:
         for i in range(len(out)):
-            room[i] += kind(each[i] * count) * other
-    mean, size = means[used[last], 0], float(sizes[used[last]])
-    for i in range(len(out)):
-        out[i] = room[i] + kind(each[i] * size) * mean + kind(each[i]) * out[i]
+            room[i] = kind(of_old[i]) * old
+        for pair in range(0, last, 2):
+            a, size_a, b, size_b = means[pair], sizes[pair], means[pair + 1], sizes[pair + 1]
+            for i in range(len(out)):
+                room[i] = room[i] + kind(each[i] * size_a) * a + kind(each[i] * size_b) * b
+    a, size_a, b, size_b = means[last], sizes[last], means[last + 1], sizes[last + 1]
+    if last > 0:
+        for i in range(len(out)):
+            value = room[i] + kind(each[i] * size_a) * a + kind(each[i] * size_b) * b
+            out[i] = value + kind(each[i]) * out[i]
+    else:
+        for i in range(len(out)):
+            value = kind(of_old[i]) * old + kind(each[i] * size_a) * a + kind(each[i] * size_b) * b
+            out[i] = value + kind(each[i]) * out[i]
 
 
-def scan_rows(
-    xs: Any,
+def weigh_rows(
     out: Any,
-    means: Any,
-    sizes: Any,
     sums: Any,
-    old: int,
-    used: Any,
-    parts: int,
     each: Any,
     of_old: Any,
+    old: Any,
+    means: Any,
+    blocks: Any,
+    sizes: Any,
+    nothing: Any,
 ) -> None:
-    """Add the rows of a matrix to the sums, and write the averages: see `weigh_numbers`."""
-    kind = xs.dtype.type
-    last, width = parts - 1, xs.shape[1]
-    for i in range(len(xs)):
-        x, average, share = xs[i], out[i], each[i]
-        of_sum, weight = kind(share), kind(of_old[i])
-        of_mean = kind(share * sizes[used[last]]) if last >= 0 else kind(0.0)
-        if old >= 0 and last == 0:
-            older, mean = means[old], means[used[0]]
-            for j in range(width):
-                sums[j] += x[j]
-                average[j] = weight * older[j] + of_mean * mean[j] + of_sum * sums[j]
-            continue
-        if old >= 0:
-            older = means[old]
-            for j in range(width):
-                average[j] = weight * older[j]
+    """As `weigh_numbers`, for one sample that is a row: `blocks` says which means are newer."""
+    kind = out.dtype.type
+    last = len(blocks) - 2
+    if last > 0:
+        for j in range(len(out)):
+            out[j] = kind(of_old) * old[j]
+    for pair in range(0, last + 1, 2):
+        a = means[blocks[pair]] if blocks[pair] >= 0 else nothing
+        b = means[blocks[pair + 1]] if blocks[pair + 1] >= 0 else nothing
+        of_a, of_b = kind(each * sizes[pair]), kind(each * sizes[pair + 1])
+        if pair < last:
+            for j in range(len(out)):
+                out[j] = out[j] + of_a * a[j] + of_b * b[j]
+        elif last > 0:
+            for j in range(len(out)):
+                out[j] = out[j] + of_a * a[j] + of_b * b[j] + kind(each) * sums[j]
         else:
-            for j in range(width):
-                average[j] = 0.0
-        for part in range(last):
-            weight, mean = kind(share * sizes[used[part]]), means[used[part]]
-            for j in range(width):
-                average[j] += weight * mean[j]
-        if last >= 0:
-            mean = means[used[last]]
-            for j in range(width):
-                sums[j] += x[j]
-                average[j] = average[j] + of_mean * mean[j] + of_sum * sums[j]
-        else:
-            for j in range(width):
-                sums[j] += x[j]
-                average[j] += of_sum * sums[j]
+            for j in range(len(out)):
+                out[j] = kind(of_old) * old[j] + of_a * a[j] + of_b * b[j] + kind(each) * sums[j]
 
 
 def scan_blocks(
     xs: Any,
     out: Any,
-    means: Any,
+    rows: Any,
+    bounds: Any,
+    counts: Any,
+    folded: Any,
     starts: Any,
+    means: Any,
     sums: Any,
-    t: int,
-    folded: int,
     plan: Any,
-    repeats: int,
+    ends: Any,
     window: Any,
-    all_each: Any,
-    all_old: Any,
-) -> int:
-    """Scan samples from step t on, and return the step up to which they are in means.
+    steady: bool,
+    weights_of_each: Any,
+    weights_of_old: Any,
+) -> None:
+    """Scan samples into rows of a table: into rows[i] those from bounds[i, 0] to bounds[i, 1].
 
-    `plan` has the runs of `BlockClock.runs`. If it repeats with the same weights, they are in
-    `all_each` and `all_old`; otherwise these are empty.
+    `plan` has the runs of `BlockClock.runs`, and `ends` the steps at which they end. Where it ends,
+    it begins again. If it is `steady`, the weights are then the same, and are kept in two arrays.
     """
-    last, at = len(starts) - 1, 0
+    width, last = xs.shape[1], starts.shape[1] - 1
     numbers, averages = xs.reshape(xs.size), out.reshape(out.size)
-    own_each, own_old, room = np.empty(FOLD), np.empty(FOLD), np.empty(FOLD, xs.dtype)
-    sizes, used = np.empty_like(starts), np.empty_like(starts)
-    for _ in range(repeats):
-        place = 0
-        for run in range(len(plan)):
-            oldest, gone, end = plan[run, 1], plan[run, 2], at + plan[run, 0]
+    nothing = np.zeros(width, xs.dtype)
+    room, newer = np.empty(FOLD, xs.dtype), np.empty(last + 3, xs.dtype)
+    blocks, sizes = np.empty(last + 3, np.int64), np.empty(last + 3)
+    begin = ends[0] - plan[0, 0]
+    for i in range(len(rows)):
+        row, at, stop = rows[i], bounds[i, 0], bounds[i, 1]
+        t, fold, start, mean, total = counts[row], folded[row], starts[row], means[row], sums[row]
+        run, repeated, above = 0, 0, len(ends) - 1
+        while run < above:  # find the run of the next sample
+            middle = (run + above) // 2
+            if ends[middle] > t:
+                above = middle
+            else:
+                run = middle + 1
+        while at < stop:
+            oldest, gone, end = plan[run, 1], plan[run, 2], ends[run] + repeated
+            turns = gone >= 0 and t == end - plan[run, 0]
+            if t - fold >= FOLD or (turns and t > fold):
+                size = t - start[last]
+                fold_sums(mean, total, t - fold, (t - fold) / size, size)
+                fold = t
+            if turns:
+                open_block(mean, start, gone, t)
+                fold = t
+                for j in range(width):
+                    total[j] = 0.0
             first = oldest + 1 if oldest >= 0 else last
-            while at < end:
-                if t - folded >= FOLD or (t > folded and gone >= 0):
-                    size = t - starts[last]
-                    fold_sums(means, sums, t - folded, (t - folded) / size, size)
-                    folded = t
-                if gone >= 0:
-                    open_block(means, starts, gone, t)
-                    for j in range(len(sums)):
-                        sums[j] = 0.0
-                    folded, gone = t, -1
-                for block in range(last):
-                    sizes[block] = starts[block + 1] - starts[block]
-                sizes[last] = folded - starts[last]
-                old = oldest if oldest >= 0 and sizes[oldest] > 0 else -1
-                parts = find_parts(sizes, first, used)
-                n = min(end - at, FOLD - (t - folded))
-                if len(all_each):
-                    each, of_old = all_each[place : place + n], all_old[place : place + n]
-                else:
-                    each, of_old = own_each[:n], own_old[:n]
-                    older = float(sizes[old]) if old >= 0 else 0.0
-                    new = float(t - starts[first])
-                    fill_weights(each, of_old, older, new, float(t), window)
-                if xs.shape[1] == 1:
-                    part = averages[at : at + n]
-                    sums[0] = add_numbers(numbers[at : at + n], part, sums[0])
-                    zero = xs.dtype.type(0.0)
-                    older = means[old, 0] if old >= 0 else zero
-                    if parts > 2:
-                        own = used[:parts]
-                        weigh_parts(part, each, of_old, older, means, sizes, own, room)
-                    else:
-                        other, mean, count, size_now = zero, zero, 0.0, 0.0
-                        if parts == 2:
-                            other, count = means[used[0], 0], float(sizes[used[0]])
-                        if parts > 0:
-                            newest = used[parts - 1]
-                            mean, size_now = means[newest, 0], float(sizes[newest])
-                        weigh_numbers(part, each, of_old, older, other, count, mean, size_now)
-                else:
-                    x, rows = xs[at : at + n], out[at : at + n]
-                    scan_rows(x, rows, means, sizes, sums, old, used, parts, each, of_old)
-                at += n
-                t += n
-                place += n
-    return folded
+            old = start[first] - start[oldest] if oldest >= 0 else 0
+            n = min(stop - at, end - t, FOLD - (t - fold))
+            place = t - repeated - begin if steady else 0
+            each = weights_of_each[place : place + n]
+            of_old = weights_of_old[place : place + n]
+            if repeated == 0 or not steady:
+                new = float(t - start[first])
+                fill_weights(each, of_old, float(old), new, float(t), window)
+            pairs = newer_blocks(start, fold, first, blocks, sizes)
+            if width == 1:
+                older = mean[oldest, 0] if old > 0 else nothing[0]
+                part = averages[at : at + n]
+                total[0] = add_numbers(numbers[at : at + n], part, total[0])
+                for pair in range(pairs):
+                    newer[pair] = mean[blocks[pair], 0] if blocks[pair] >= 0 else 0.0
+                weigh_numbers(part, each, of_old, older, newer, pairs, sizes, room)
+            else:
+                oldest_mean = mean[oldest] if old > 0 else nothing
+                used = blocks[:pairs]
+                for k in range(n):
+                    for j in range(width):
+                        total[j] += xs[at + k, j]
+                    how = oldest_mean, mean, used, sizes, nothing
+                    weigh_rows(out[at + k], total, each[k], of_old[k], *how)
+            at += n
+            t += n
+            if t == end:
+                run += 1
+            if run == len(plan):
+                run, repeated = 0, t - begin
+        counts[row], folded[row] = t, fold
 
 
 def scan_small_blocks(
-    xs: Any, out: Any, means: Any, sums: Any, rest: int, size: int, plan: Any, each: Any, old: Any
+    xs: Any,
+    out: Any,
+    means: Any,
+    sums: Any,
+    rest: int,
+    t: int,
+    plan: Any,
+    window: Any,
+    each: Any,
+    of_old: Any,
 ) -> None:
-    """As `scan_blocks`, for many small blocks of numbers that are alike: side by side.
+    """As `scan_blocks`, for small blocks of numbers that are all alike: many side by side.
 
-    Each block before is full, its last `rest` samples are in the sum, and the plan begins with a
-    turn. The last block is left open.
+    Each block before step t is full, the last `rest` samples are in the sum, and the plan begins
+    with a turn. The last block is left open. The weights are written to `each` and `of_old`.
     """
     kind = xs.dtype.type
-    closed = len(means) - 1
+    closed, size = len(means) - 1, len(each)
     if rest > 0:
         fold_sums(means, sums, rest, rest / size, size)
     most = max(1, _TOGETHER // size)
@@ -318,6 +327,13 @@ def scan_small_blocks(
     room = np.empty(most, xs.dtype)
     for block in range(closed):
         held[block] = means[block + 1, 0]
+    place = 0
+    for run in range(len(plan)):
+        oldest, until = plan[run, 1], place + plan[run, 0]
+        older, new = (size, (closed - 1 - oldest) * size) if oldest >= 0 else (0, 0)
+        now, then = each[place:until], of_old[place:until]
+        fill_weights(now, then, float(older), float(new + place), float(t + place), window)
+        place = until
     blocks = len(xs) // size
     for start in range(0, blocks, most):
         n, opened = min(most, blocks - start), start * size
@@ -329,86 +345,27 @@ def scan_small_blocks(
         place = 0
         for run in range(len(plan)):
             oldest = plan[run, 1]
-            newest = closed - 1 if oldest >= 0 else -1  # of the closed ones that have a weight
             for i in range(place, place + plan[run, 0]):
-                of_sum, of_block, of_old = kind(each[i]), kind(each[i] * size), kind(old[i])
-                if newest < 0:
+                of_sum, of_block, of_oldest = kind(each[i]), kind(each[i] * size), kind(of_old[i])
+                if oldest < 0:
                     for block in range(n):
                         table[block, i] *= of_sum
                     continue
-                older = held[oldest : oldest + n]
-                if newest == oldest:
-                    for block in range(n):
-                        table[block, i] = of_old * older[block] + of_sum * table[block, i]
-                    continue
-                newer = held[newest : newest + n]
+                older_means = held[oldest : oldest + n]
                 for block in range(n):
-                    room[block] = of_old * older[block]
-                for other in range(oldest + 1, newest):
+                    room[block] = of_oldest * older_means[block]
+                for other in range(oldest + 1, closed):
                     between = held[other : other + n]
                     for block in range(n):
                         room[block] += of_block * between[block]
                 for block in range(n):
-                    value = room[block] + of_block * newer[block]
-                    table[block, i] = value + of_sum * table[block, i]
+                    table[block, i] = room[block] + of_sum * table[block, i]
             place += plan[run, 0]
         for block in range(closed):
             means[block, 0] = held[n - 1 + block]
         for block in range(closed):
             held[block] = held[n + block]
     means[closed, 0] = 0.0
-
-
-def scan_block_groups(
-    xs: Any,
-    out: Any,
-    bounds: Any,
-    counts: Any,
-    folded: Any,
-    starts: Any,
-    means: Any,
-    sums: Any,
-    plan: Any,
-    ends: Any,
-    window: Any,
-) -> None:
-    """`scan_blocks` for each group of samples: group g has those from bounds[g] to bounds[g + 1].
-
-    All groups share a plan, which begins at step 0; its runs end at the steps `ends`. A group that
-    goes beyond the plan is left out.
-    """
-    none = np.empty(0)
-    own = np.empty_like(plan)  # the part of the plan that a group goes through
-    for group in range(len(counts)):
-        begin, until = bounds[group], bounds[group + 1]
-        t, end = counts[group], counts[group] + until - begin
-        if t == end or end > ends[-1]:
-            continue
-        run = np.searchsorted(ends, t, side="right")
-        runs, at = 0, t
-        while at < end:
-            begun = at > ends[run] - plan[run, 0]
-            own[runs, 0] = min(end, ends[run]) - at
-            own[runs, 1] = plan[run, 1]
-            own[runs, 2] = -1 if begun else plan[run, 2]
-            at += own[runs, 0]
-            run += 1
-            runs += 1
-        folded[group] = scan_blocks(
-            xs[begin:until],
-            out[begin:until],
-            means[group],
-            starts[group],
-            sums[group],
-            t,
-            folded[group],
-            own[:runs],
-            1,
-            window,
-            none,
-            none,
-        )
-        counts[group] = end
 
 
 def fill_factors(scales: Any, factors: Any, folded: int, least: int, window: Any) -> Any:
@@ -560,15 +517,13 @@ _LOOPS: list[Any] = [
     decay_at,
     fold_sums,
     open_block,
-    add_numbers,
     fill_weights,
-    find_parts,
+    newer_blocks,
+    add_numbers,
     weigh_numbers,
-    weigh_parts,
-    scan_rows,
+    weigh_rows,
     scan_blocks,
     scan_small_blocks,
-    scan_block_groups,
     fill_factors,
     add_decaying,
     weigh_decayed,

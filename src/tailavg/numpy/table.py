@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tailavg.core.clock import SUM, BlockClock, Clock, DecayClock, clock_for
+from tailavg.core.clock import FOLD, SUM, BlockClock, Clock, DecayClock, clock_for
 from tailavg.core.decay import Decay
 from tailavg.core.rules import Exponential, Rule
 from tailavg.core.windows import Window
@@ -202,52 +202,56 @@ class Table:
         if isinstance(self.rule, Exponential):
             self._scan_decaying(xs, out, bounds, kernel)
             return
-        ends, rows = self.counts + np.diff(bounds), np.flatnonzero(np.diff(bounds))
-        if kernel is not None and not isinstance(window, Decay) and len(rows) > 1:
-            within = ends[rows] <= LONGEST
-            if within.any():
-                most = int(ends[rows][within].max())
-                plan, until = _plan(self.rule, window, 1 << (most - 1).bit_length())
-                state = self.counts, self.folded, self.starts, self.means, self.sums
-                how = plan, until, window_numbers(window)
-                kernel.scan_block_groups(xs, out, bounds, *state, *how)
-                rows = rows[ends[rows] > until[-1]]
-        for row in rows.tolist():
-            part = slice(bounds[row], bounds[row + 1])
+        rows, spans = np.flatnonzero(np.diff(bounds)), np.stack([bounds[:-1], bounds[1:]], axis=1)
+        if kernel is None or isinstance(window, Decay):
+            for row in rows.tolist():
+                part = slice(*spans[row])
+                self._scan_by_arrays(row, xs[part], out[part], window)
+            return
+        ends = self.counts[rows] + np.diff(bounds)[rows]
+        together = (ends <= LONGEST) & (len(rows) > 1)
+        if together.any():
+            plan, until = _plan(
+                self.rule, window, 1 << (int(ends[together].max()) - 1).bit_length()
+            )
+            how = spans[rows[together]], *self._fields(), plan, until, window_numbers(window)
+            kernel.scan_blocks(xs, out, rows[together], *how, False, *np.empty((2, FOLD)))
+        for row in rows[~together].tolist():
+            part = slice(*spans[row])
             self._scan_row(row, xs[part], out[part], window, kernel)
 
-    def _scan_row(self, row: int, xs: Array, out: Array, window: Any, kernel: Any) -> None:
-        clock, means, sums = self.clock(row), self.means[row], self.sums[row]
+    def _scan_row(self, row: int, xs: Array, out: Array, window: Window, kernel: Any) -> None:
+        """Scan the samples of one row with compiled loops."""
+        clock, begin, numbers = self.clock(row), 0, window_numbers(window)
         assert isinstance(clock, BlockClock)
-        if kernel is None or isinstance(window, Decay):
-            fallback.scan_blocks(clock, means, sums, xs, out, window)
-        else:
-            t, done, starts, folded = clock.count, 0, self.starts[row], clock.folded
-            for runs, repeats in clock.runs(t + len(xs), window):
-                plan = np.array(runs)
-                size = int(plan[:, 0].sum())
-                n, end = repeats * size, done + repeats * size
-                each, of_old = _repeated_weights(plan, repeats, starts, t, window)
-                part, state = (xs[done:end], out[done:end]), (means, starts, sums)
-                if len(each) and size <= SMALL and xs.shape[1] == 1:
-                    numbers, averages = part[0][:, 0], part[1][:, 0]
-                    kernel.scan_small_blocks(
-                        numbers, averages, means, sums, t - folded, size, plan, each, of_old
-                    )
-                    starts += n
-                    folded = t + n - size
-                else:
-                    window_now = window_numbers(window)
-                    folded = kernel.scan_blocks(
-                        *part, *state, t, folded, plan, repeats, window_now, each, of_old
-                    )
-                done, t = end, t + n
-            clock.resume(t, clock.blocks, int(folded))
-        self.counts[row], self.folded[row], self.starts[row] = (
-            clock.count,
-            clock.folded,
-            clock.blocks,
-        )
+        t = clock.count
+        for runs, repeats in clock.runs(t + len(xs), window):
+            plan = np.array(runs)
+            size = int(plan[:, 0].sum())
+            n = repeats * size
+            steady = repeats > 1 and window.size(t + 1) == window.size(t + n) and size <= _WEIGHTS
+            weights = np.empty((2, size if steady else FOLD))
+            if steady and size <= SMALL and xs.shape[1] == 1:
+                samples, averages = xs[begin : begin + n, 0], out[begin : begin + n, 0]
+                state = self.means[row], self.sums[row], t - int(self.folded[row]), t
+                kernel.scan_small_blocks(samples, averages, *state, plan, numbers, *weights)
+                self.counts[row], self.folded[row] = t + n, t + n - size
+                self.starts[row] += n
+            else:
+                span, until = np.array([[begin, begin + n]]), t + np.cumsum(plan[:, 0])
+                how = span, *self._fields(), plan, until, numbers, steady, *weights
+                kernel.scan_blocks(xs, out, np.array([row]), *how)
+            begin, t = begin + n, t + n
+
+    def _scan_by_arrays(self, row: int, xs: Array, out: Array, window: Any) -> None:
+        clock = self.clock(row)
+        assert isinstance(clock, BlockClock)
+        fallback.scan_blocks(clock, self.means[row], self.sums[row], xs, out, window)
+        self.counts[row], self.folded[row] = clock.count, clock.folded
+        self.starts[row] = clock.blocks
+
+    def _fields(self) -> tuple[Array, ...]:
+        return tuple(getattr(self, name) for name in _FIELDS)
 
     def _scan_decaying(self, xs: Array, out: Array, bounds: Array, kernel: Any) -> None:
         rule = self.rule
@@ -319,19 +323,3 @@ def _plan(rule: Rule, window: Window, end: int) -> tuple[Array, Array]:
     parts = [np.tile(runs, (repeats, 1)) for runs, repeats in clock.runs(end, window)]
     plan = np.concatenate(parts)
     return plan, np.cumsum(plan[:, 0])
-
-
-def _repeated_weights(
-    plan: Array, repeats: int, starts: Array, t: int, window: Window
-) -> tuple[Array, Array]:
-    """The weights of a plan that repeats, if they repeat too: see `kernel.scan_blocks`."""
-    n = int(plan[:, 0].sum())
-    steady = repeats > 1 and window.size(t + 1) == window.size(t + repeats * n)
-    if not steady or n > _WEIGHTS:
-        return np.empty(0), np.empty(0)
-    blocks = [*starts[1:].tolist(), t]  # of the first repetition: all blocks have n samples
-    each, parts = fallback.block_weights(blocks, t + np.arange(1.0, n + 1.0), window)
-    of_old = np.zeros(n)
-    for _, where, weight in reversed(parts):  # at each step, the oldest block comes last
-        of_old[where] = weight
-    return each, of_old
