@@ -125,28 +125,25 @@ def open_block(means: Any, starts: Any, gone: int, t: int) -> None:
         means[last, j] = 0.0
 
 
-def fill_weights(each: Any, of_old: Any, old: Any, new: Any, t: Any, window: Any) -> None:
-    """Write the weights at the steps after t: see `tailavg.core.equation.weights`."""
-    for i in range(len(each)):
+def fill_weights(
+    all_each: Any, all_old: Any, place: int, n: int, old: Any, new: Any, t: Any, window: Any
+) -> None:
+    """Write the weights at the n steps after t: see `tailavg.core.equation.weights`."""
+    each, of_old = all_each[place : place + n], all_old[place : place + n]
+    for i in range(n):
         excess = old + (new + _RAMP[i]) - size_at(t + _RAMP[i], window)
         excess = excess if excess > 0.0 else 0.0
         each[i], of_old[i] = weights(old, new + _RAMP[i], excess, math.sqrt)
 
 
 def newer_blocks(starts: Any, folded: int, first: int, blocks: Any, sizes: Any) -> int:
-    """List the blocks from `first` on that have a mean, and how many samples are in their means.
-
-    The lists are filled up with -1 and 0, so that the blocks come in pairs. Return their length.
-    """
+    """List the blocks from `first` on that have a mean, and how many samples it is of."""
     n, last = 0, len(starts) - 1
     for block in range(first, last + 1):
         size = (starts[block + 1] if block < last else folded) - starts[block]
         if size > 0:
             blocks[n], sizes[n] = block, size
             n += 1
-    while n == 0 or n % 2 == 1:
-        blocks[n], sizes[n] = -1, 0.0
-        n += 1
     return n
 
 
@@ -158,63 +155,88 @@ def add_numbers(xs: Any, out: Any, total: Any) -> Any:
     return total
 
 
-def weigh_numbers(
-    out: Any, each: Any, of_old: Any, old: Any, means: Any, pairs: int, sizes: Any, room: Any
-) -> None:
-    """Turn sums into averages: add the old mean, and pairs of newer means of `sizes` samples.
-
-    The operations and their order are those of `BlockClock.terms`.
-    """
-    kind = out.dtype.type
-    last = pairs - 2
-    if last > 0:
-        for i in range(len(out)):
-            room[i] = kind(of_old[i]) * old
-        for pair in range(0, last, 2):
-            a, size_a, b, size_b = means[pair], sizes[pair], means[pair + 1], sizes[pair + 1]
-            for i in range(len(out)):
-                room[i] = room[i] + kind(each[i] * size_a) * a + kind(each[i] * size_b) * b
-    a, size_a, b, size_b = means[last], sizes[last], means[last + 1], sizes[last + 1]
-    if last > 0:
-        for i in range(len(out)):
-            value = room[i] + kind(each[i] * size_a) * a + kind(each[i] * size_b) * b
-            out[i] = value + kind(each[i]) * out[i]
-    else:
-        for i in range(len(out)):
-            value = kind(of_old[i]) * old + kind(each[i] * size_a) * a + kind(each[i] * size_b) * b
-            out[i] = value + kind(each[i]) * out[i]
-
-
-def weigh_rows(
-    out: Any,
+def scan_numbers(
+    all_xs: Any,
+    all_out: Any,
+    at: int,
+    n: int,
     sums: Any,
-    each: Any,
-    of_old: Any,
-    old: Any,
+    all_each: Any,
+    all_old: Any,
+    place: int,
+    oldest: int,
     means: Any,
     blocks: Any,
     sizes: Any,
-    nothing: Any,
+    room: Any,
 ) -> None:
-    """As `weigh_numbers`, for one sample that is a row: `blocks` says which means are newer."""
-    kind = out.dtype.type
-    last = len(blocks) - 2
-    if last > 0:
-        for j in range(len(out)):
-            out[j] = kind(of_old) * old[j]
-    for pair in range(0, last + 1, 2):
-        a = means[blocks[pair]] if blocks[pair] >= 0 else nothing
-        b = means[blocks[pair + 1]] if blocks[pair + 1] >= 0 else nothing
-        of_a, of_b = kind(each * sizes[pair]), kind(each * sizes[pair + 1])
-        if pair < last:
-            for j in range(len(out)):
-                out[j] = out[j] + of_a * a[j] + of_b * b[j]
-        elif last > 0:
-            for j in range(len(out)):
-                out[j] = out[j] + of_a * a[j] + of_b * b[j] + kind(each) * sums[j]
+    """Add n numbers to the sum, and write the averages.
+
+    The operations and their order are those of `BlockClock.terms`: the mean of the `oldest` block,
+    unless that is -1; those of the newer `blocks`; the sum.
+    """
+    kind = all_out.dtype.type
+    xs, out = all_xs[at : at + n], all_out[at : at + n]
+    each, of_old = all_each[place : place + n], all_old[place : place + n]
+    sums[0] = add_numbers(xs, out, sums[0])
+    old = means[oldest, 0] if oldest >= 0 else kind(0.0)
+    last = len(blocks) - 1
+    mean, size = (means[blocks[last], 0], sizes[last]) if last >= 0 else (kind(0.0), 0.0)
+    if last <= 1:
+        other, other_size = (means[blocks[0], 0], sizes[0]) if last == 1 else (kind(0.0), 0.0)
+        for i in range(n):
+            value = kind(of_old[i]) * old + kind(each[i] * other_size) * other
+            out[i] = value + kind(each[i] * size) * mean + kind(each[i]) * out[i]
+        return
+    for i in range(n):
+        room[i] = kind(of_old[i]) * old
+    for block in range(last):
+        other, other_size = means[blocks[block], 0], sizes[block]
+        for i in range(n):
+            room[i] += kind(each[i] * other_size) * other
+    for i in range(n):
+        out[i] = room[i] + kind(each[i] * size) * mean + kind(each[i]) * out[i]
+
+
+def scan_rows(
+    xs: Any,
+    out: Any,
+    at: int,
+    n: int,
+    sums: Any,
+    all_each: Any,
+    all_old: Any,
+    place: int,
+    oldest: int,
+    means: Any,
+    blocks: Any,
+    sizes: Any,
+) -> None:
+    """As `scan_numbers`, of the rows of a matrix."""
+    kind, last = out.dtype.type, len(blocks) - 1
+    for i in range(n):
+        each, of_old, row = all_each[place + i], kind(all_old[place + i]), at + i
+        for j in range(len(sums)):
+            sums[j] += xs[row, j]
+        if oldest >= 0 and last == 0:
+            of_mean = kind(each * sizes[0])
+            for j in range(len(sums)):
+                value = of_old * means[oldest, j] + of_mean * means[blocks[0], j]
+                out[row, j] = value + kind(each) * sums[j]
+        elif oldest >= 0 and last == 1:
+            of_other, of_mean = kind(each * sizes[0]), kind(each * sizes[1])
+            for j in range(len(sums)):
+                value = of_old * means[oldest, j] + of_other * means[blocks[0], j]
+                out[row, j] = value + of_mean * means[blocks[1], j] + kind(each) * sums[j]
         else:
-            for j in range(len(out)):
-                out[j] = kind(of_old) * old[j] + of_a * a[j] + of_b * b[j] + kind(each) * sums[j]
+            for j in range(len(sums)):
+                out[row, j] = of_old * means[oldest, j] if oldest >= 0 else kind(0.0)
+            for block in range(last + 1):
+                of_mean = kind(each * sizes[block])
+                for j in range(len(sums)):
+                    out[row, j] += of_mean * means[blocks[block], j]
+            for j in range(len(sums)):
+                out[row, j] += kind(each) * sums[j]
 
 
 def scan_blocks(
@@ -231,19 +253,18 @@ def scan_blocks(
     ends: Any,
     window: Any,
     steady: bool,
-    weights_of_each: Any,
-    weights_of_old: Any,
+    each: Any,
+    of_old: Any,
 ) -> None:
     """Scan samples into rows of a table: into rows[i] those from bounds[i, 0] to bounds[i, 1].
 
     `plan` has the runs of `BlockClock.runs`, and `ends` the steps at which they end. Where it ends,
-    it begins again. If it is `steady`, the weights are then the same, and are kept in two arrays.
+    it begins again. If it is `steady`, weights repeat with it: `each` and `of_old` keep them.
     """
     width, last = xs.shape[1], starts.shape[1] - 1
     numbers, averages = xs.reshape(xs.size), out.reshape(out.size)
-    nothing = np.zeros(width, xs.dtype)
-    room, newer = np.empty(FOLD, xs.dtype), np.empty(last + 3, xs.dtype)
-    blocks, sizes = np.empty(last + 3, np.int64), np.empty(last + 3)
+    blocks, sizes = np.empty(last + 1, np.int64), np.empty(last + 1)
+    room = np.empty(FOLD, xs.dtype)
     begin = ends[0] - plan[0, 0]
     for i in range(len(rows)):
         row, at, stop = rows[i], bounds[i, 0], bounds[i, 1]
@@ -271,27 +292,29 @@ def scan_blocks(
             old = start[first] - start[oldest] if oldest >= 0 else 0
             n = min(stop - at, end - t, FOLD - (t - fold))
             place = t - repeated - begin if steady else 0
-            each = weights_of_each[place : place + n]
-            of_old = weights_of_old[place : place + n]
             if repeated == 0 or not steady:
                 new = float(t - start[first])
-                fill_weights(each, of_old, float(old), new, float(t), window)
-            pairs = newer_blocks(start, fold, first, blocks, sizes)
+                fill_weights(each, of_old, place, n, float(old), new, float(t), window)
+            newer = blocks[: newer_blocks(start, fold, first, blocks, sizes)]
+            oldest = oldest if old > 0 else -1
             if width == 1:
-                older = mean[oldest, 0] if old > 0 else nothing[0]
-                part = averages[at : at + n]
-                total[0] = add_numbers(numbers[at : at + n], part, total[0])
-                for pair in range(pairs):
-                    newer[pair] = mean[blocks[pair], 0] if blocks[pair] >= 0 else 0.0
-                weigh_numbers(part, each, of_old, older, newer, pairs, sizes, room)
+                scan_numbers(
+                    numbers,
+                    averages,
+                    at,
+                    n,
+                    total,
+                    each,
+                    of_old,
+                    place,
+                    oldest,
+                    mean,
+                    newer,
+                    sizes,
+                    room,
+                )
             else:
-                oldest_mean = mean[oldest] if old > 0 else nothing
-                used = blocks[:pairs]
-                for k in range(n):
-                    for j in range(width):
-                        total[j] += xs[at + k, j]
-                    how = oldest_mean, mean, used, sizes, nothing
-                    weigh_rows(out[at + k], total, each[k], of_old[k], *how)
+                scan_rows(xs, out, at, n, total, each, of_old, place, oldest, mean, newer, sizes)
             at += n
             t += n
             if t == end:
@@ -331,8 +354,8 @@ def scan_small_blocks(
     for run in range(len(plan)):
         oldest, until = plan[run, 1], place + plan[run, 0]
         older, new = (size, (closed - 1 - oldest) * size) if oldest >= 0 else (0, 0)
-        now, then = each[place:until], of_old[place:until]
-        fill_weights(now, then, float(older), float(new + place), float(t + place), window)
+        new_now, t_now = float(new + place), float(t + place)
+        fill_weights(each, of_old, place, plan[run, 0], float(older), new_now, t_now, window)
         place = until
     blocks = len(xs) // size
     for start in range(0, blocks, most):
@@ -459,10 +482,12 @@ def scan_decaying(
             n = min(end - at, most - rest)
             factor, scale = factors[rest : rest + n], scales[rest : rest + n]
             if xs.shape[1] == 1:
-                part = averages[at : at + n] if len(out) else room[:n]
-                total[0] = add_decaying(numbers[at : at + n], part, factor, total[0])
                 if len(out):
+                    part = averages[at : at + n]
+                    total[0] = add_decaying(numbers[at : at + n], part, factor, total[0])
                     weigh_decayed(part, scale, decay, mean[0, 0])
+                else:
+                    total[0] = add_decaying(numbers[at : at + n], room, factor, total[0])
             else:
                 rows = out[at : at + n] if len(out) else out
                 scan_decaying_rows(xs[at : at + n], rows, mean[0], total, factor, scale, decay)
@@ -520,8 +545,8 @@ _LOOPS: list[Any] = [
     fill_weights,
     newer_blocks,
     add_numbers,
-    weigh_numbers,
-    weigh_rows,
+    scan_numbers,
+    scan_rows,
     scan_blocks,
     scan_small_blocks,
     fill_factors,
