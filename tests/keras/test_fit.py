@@ -235,7 +235,7 @@ def test_one_average_for_one_run():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ((AnyTail(),), ValueError, "expected a window of at least"),
+        ((AnyTail(),), ValueError, "AnyTail has no window of its own"),
         ((0.5, 0.25), ValueError, "window: expected none"),
         ((ExactWindow(5),), TypeError, "AnytimeWindow has the same variance"),
         (("last",), TypeError, "expected"),

@@ -75,7 +75,7 @@ def test_numbers_of_every_kind_stand_for_a_window():
 def test_a_window_is_needed(call):
     average = TailAverage(AnyTail(8, 0.2))
     average.update_many(range(100))
-    refuses(average, reads(None)[call], ValueError, r"at least 0\.2 .*, 20(\.2)? of 10")
+    refuses(average, reads(None)[call], ValueError, r"AnyTail has no window of its own: pass one")
     for bare in (
         lambda average: average.value(),
         lambda average: average.weights(),
@@ -83,7 +83,7 @@ def test_a_window_is_needed(call):
         lambda average: average.scan([1.0]),
         lambda average: average.size,
     ):
-        refuses(average, bare, ValueError, r"window: expected .*at least 0\.2")
+        refuses(average, bare, ValueError, "no window of its own")
 
 
 @pytest.mark.parametrize("call", reads(None))
@@ -137,7 +137,7 @@ def test_a_count_that_is_too_short_at_the_end_of_a_scan_is_refused_before_anythi
 def test_a_rule_that_has_a_window_takes_no_other(rule, call):
     average = TailAverage(rule)
     average.update_many(range(50))
-    refuses(average, reads(0.3)[call], ValueError, "window: expected none, since .* has its own")
+    refuses(average, reads(0.3)[call], ValueError, "window: .* has its own window")
 
 
 def test_reads_before_the_first_sample_are_refused():

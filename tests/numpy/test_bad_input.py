@@ -142,8 +142,15 @@ def test_complex_samples_are_refused_by_an_average_of_reals(rule, sample):
 @few_rules
 def test_an_empty_chunk_is_refused(rule, empty):
     for average in (TailAverage(rule), started(rule, 1.0), started(rule, np.ones(2))):
-        refuses(average, lambda average: average.update_many(empty), ValueError, "empty chunk")
-        refuses(average, lambda average: average.scan(empty), ValueError, "empty chunk")
+        refuses(
+            average,
+            lambda average: average.update_many(empty),
+            ValueError,
+            "expected at least one sample",
+        )
+        refuses(
+            average, lambda average: average.scan(empty), ValueError, "expected at least one sample"
+        )
 
 
 @few_rules

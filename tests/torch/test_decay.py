@@ -66,7 +66,7 @@ def test_a_shape_may_be_selected():
 @pytest.mark.parametrize("call", outputs(None, None))
 def test_what_cannot_be_read_changes_nothing(call, tmp_path):
     weight, average = counted()
-    with pytest.raises(ValueError, match=r"expected a window of at least 0\.1 .* got Decay"):
+    with pytest.raises(ValueError, match=r"expected at least 0\.1 of the samples .* got Decay"):
         outputs(average, tmp_path)[call](Decay(0.05, "cosine"))
     weight, average = counted(AnytimeWindow(10))
     with pytest.raises(ValueError, match=r"expected none, since .* got"):

@@ -378,8 +378,8 @@ def test_what_cannot_be_right_is_refused(tmp_path):
     for wrong, message in [
         ({"window": 0.5}, 'expected a number, a rule, or a dict with a "rule"'),
         ({"rule": 0.5, "windows": 1}, "and any of .*'window'.*, got .*windows"),
-        (AnyTail(), "AnyTail has none of its own; got none"),
-        ({"rule": 0.5, "window": 0.5}, "has its own, got 0.5"),
+        (AnyTail(), "AnyTail has no window of its own"),
+        ({"rule": 0.5, "window": 0.5}, "has its own window, got 0.5"),
     ]:
         with pytest.raises(ValueError, match=message):
             trainer(rule=wrong)

@@ -1,14 +1,14 @@
-"""The clock: what is to be done at each step of an average, and what the average is made of.
+"""The clock: what to do at each step of an average, and which blocks an average consists of.
 
-This is the one mechanism of the library. A clock holds a few integers and makes every decision; a
-store holds a sum and the means of blocks, and does as it is told:
+This is the one mechanism of the library. A clock holds a few integers and makes every decision. A
+store holds a sum and the means of blocks, and does what the clock says:
 
     sample ─▶ clock.prepare(store): if due, fold the sum into the newest mean, and perhaps turn
            ─▶ store: add the sample, times the clock's factor, to the sum; count it
-    read   ─▶ clock.terms(): weights, and the means that they are of
+    read   ─▶ clock.terms(): weights of the means and of the sum
 
-The weights never depend on the samples, so stores of numbers, arrays, tensors and pytrees all
-follow it. JAX holds the same fields traced, in `tailavg.jax.clock`.
+The weights never depend on the samples, so one clock serves stores of numbers, arrays, tensors and
+pytrees. `tailavg.jax.clock` has the same fields as traced values.
 """
 
 from __future__ import annotations
@@ -51,26 +51,26 @@ __all__ = [
 ]
 
 FOLD = 256
-"""How many samples are summed before the sum is folded into a mean: a float32 keeps 5 digits."""
+"""How many samples are summed before the sum is folded into a mean: float32 then keeps 5 digits."""
 
 SMALLEST = math.exp(-8.0)
-"""How far an `Exponential` may decay before its sum is folded: float32 keeps its digits."""
+"""How far an `Exponential` may decay before the sum is folded: float32 then keeps 5 digits."""
 
 SUM = -1
-"""Stands for the sum of the samples that are in no mean yet, in place of a block."""
+"""In place of a block: the sum of the samples that are in no mean yet."""
 
 _SHARED = 8 * FOLD  # steps whose decays are computed at once
-_TURNS, _MERGES = 300, 100  # that are replayed to check a state: they take a millisecond
+_TURNS, _MERGES = 300, 100  # replayed to check a state from outside, in about a millisecond
 
 
 Run = tuple[int, int, int]
-"""Samples between events: see `BlockClock.runs`."""
+"""Consecutive samples between two events: see `BlockClock.runs`."""
 
 
 class Store(ABC):
-    """What holds the samples of one average: a sum, and a mean for each block, oldest first.
+    """The numbers of one average: a sum, and a mean for each block, oldest first.
 
-    A store decides nothing: `Clock.prepare` calls these two.
+    A store decides nothing: `Clock.prepare` calls these two methods.
     """
 
     __slots__ = ()
@@ -80,19 +80,19 @@ class Store(ABC):
         """Fold the sum into the newest mean, and begin a new sum.
 
         Args:
-            total: The sum divided by this is a mean: its number of samples, or of their factors.
-            weight: The weight of that in the joint mean; 1 if nothing was folded before.
-            carry: What the joint mean rounds off begins the new sum, multiplied by this.
+            total: The sum divided by `total` is a mean.
+            weight: The weight of that mean in the joint mean; 1 if nothing was folded before.
+            carry: The new sum begins with the rounding error of the joint mean times `carry`.
         """
 
     @abstractmethod
     def turn(self, gone: int, weight: float) -> None:
-        """Open a block: its mean comes last, and the sum is 0.
+        """Open a block: append its mean, and begin a new sum with 0.
 
         Args:
-            gone: The block that makes room.
-            weight: The weight of its mean in that of the block before, with which it is merged; 0
-                if it is given up.
+            gone: The block to remove.
+            weight: The weight of the removed mean when it is merged into the mean before it; 0 to
+                drop it.
         """
 
 
@@ -103,13 +103,13 @@ class Clock(ABC):
 
     rule: Rule
     factors: Sequence[float] = ()
-    """What samples are multiplied by in the sum, from the last one before `next` back to the first
-    that is not folded; empty if it is 1."""
+    """Factors of the samples in the sum, from the last one before `next` back to the first that is
+    not folded. Empty if all factors are 1."""
     count: int
     """The number of samples so far, t."""
     blocks: list[int]
-    """The start of each block, oldest first; empty ones come before them, and start at 0. Never
-    changed in place."""
+    """The start of each block, oldest first. Empty blocks come first and start at 0. The list is
+    never changed in place."""
     folded: int
     """The step up to which the samples are in means."""
     next: int
@@ -133,7 +133,7 @@ class Clock(ABC):
 
     @property
     def factor(self) -> float:
-        """What the next sample is multiplied by in the sum."""
+        """The factor of the next sample in the sum."""
         return 1.0
 
     def prepare(self, store: Store) -> None:
@@ -147,39 +147,39 @@ class Clock(ABC):
 
     @abstractmethod
     def fold(self) -> tuple[float, float, float]:
-        """Count the sum as folded, and say how: see `Store.fold`."""
+        """Mark the sum as folded. Return the arguments of `Store.fold`."""
 
     def turn(self) -> tuple[int, float] | None:
-        """If the open block is closed: open the next, and say how: see `Store.turn`."""
+        """Open the next block if the open one is full. Return the arguments of `Store.turn`."""
         return None
 
     @abstractmethod
     def terms(self, window: Reading | None = None) -> list[tuple[float, int]]:
-        """The average now: weights, and the blocks whose means they are of, or `SUM`.
+        """Return the average as weights of blocks, or of the `SUM`.
 
-        What has no weight is left out: a zero times a NaN would be a NaN.
+        Blocks without a weight are left out, since 0 times NaN is NaN.
         """
 
     def restore(self, count: int, starts: Sequence[int], folded: int) -> None:
-        """Resume from this state. Raise a ValueError, and change nothing, if it is impossible.
+        """Resume from a state. Raise a ValueError, and change nothing, if the state is impossible.
 
-        The time it takes does not depend on `count`.
+        The time does not depend on `count`.
         """
         blocks = self._possible(count, list(starts), folded)
         if blocks is None:
             raise ValueError(
-                f"state: sizes do not add up: {self.rule} cannot have blocks that start at "
-                f"{list(starts)[:20]}, folded up to {folded}, after {count} samples"
+                f"corrupt state: {self.rule} cannot have blocks that start at {list(starts)[:20]}, "
+                f"folded up to {folded}, after {count} samples"
             )
         self.resume(count, blocks, folded)
 
     @abstractmethod
     def resume(self, count: int, blocks: list[int], folded: int) -> None:
-        """Go to a step at which this clock was, or may have been; all else follows from these."""
+        """Go to a step that is known to be possible."""
 
     @abstractmethod
     def _possible(self, count: int, starts: list[int], folded: int) -> list[int] | None:
-        """The blocks with these starts, if they are possible."""
+        """Return the blocks with these starts, or None if they are impossible."""
 
 
 class BlockClock(Clock):
@@ -201,7 +201,7 @@ class BlockClock(Clock):
         return blocks if fits else None
 
     def _fit(self, blocks: list[int], count: int) -> bool:
-        """Whether these are the blocks at that count; after many turns, whether they can be."""
+        """Return whether these are the blocks at that count, or after many turns may be."""
         rule, places = self.rule, self.rule.accumulators
         if not count or len(blocks) != places:
             return not count and blocks == [0] * places
@@ -225,7 +225,7 @@ class BlockClock(Clock):
 
     @property
     def overfull(self) -> bool:
-        """Whether so many samples are in the sum that it should be folded now."""
+        """Whether the sum has so many samples that it should be folded now."""
         return self.count >= self.folded + FOLD
 
     def fold(self) -> tuple[float, float, float]:
@@ -243,7 +243,7 @@ class BlockClock(Clock):
         return turn
 
     def _open(self, t: int) -> tuple[int, float]:
-        """Open a block; the oldest makes room, or of an `AnyTail` one that is merged."""
+        """Open a block. Drop the oldest; an `AnyTail` merges two instead."""
         blocks, gone, weight = self.blocks, 0, 0.0
         if isinstance(self.rule, AnyTail) and blocks[0] != blocks[1]:
             gone = self.rule.merged(blocks, t)
@@ -253,18 +253,19 @@ class BlockClock(Clock):
         return gone, weight
 
     def split(self, window: Window, ahead: int = 0) -> tuple[int, int, int]:
-        """The average now, or some steps ahead in the same blocks, as two means.
+        """Return which blocks are read now, or some steps ahead.
 
-        The oldest block that has a weight (-1 if that is the open one), the start of the block
-        after it, since which all samples weigh alike, and the first step at which that is not so.
+        Returns:
+            The oldest block that has a weight (-1 if that is the open block), the step since which
+            all samples weigh the same, and the first step at which this changes.
         """
         return _split(self.blocks, self.count + ahead, window)
 
     def runs(self, end: int, window: Window) -> Iterator[tuple[list[Run], int]]:
-        """Go to step `end`. On the way, runs of samples between events; how often they repeat.
+        """Go to step `end`. Yield lists of runs of samples, and how often each list repeats.
 
-        Of a run: how many samples; the oldest block that has a weight (see `split`); and the block
-        that makes room before them, -1 if none does. What is folded is left to the caller.
+        A run is the number of samples, the oldest block that has a weight (see `split`), and the
+        block that is removed before them (-1 if none is). The caller folds.
 
         Examples:
             >>> from tailavg import AnytimeWindow
@@ -273,24 +274,24 @@ class BlockClock(Clock):
             [([(2, 0, -1), (1, 0, 0), (1, 1, -1), (1, 0, 0), (1, 1, -1)], 1),
              ([(1, 0, 0), (1, 1, -1)], 497)]
         """
-        found: list[Run] = []
+        runs: list[Run] = []
         while self.count < end:
             gone = -1
             if self.count >= self.closes:
                 if again := self._again(end, window):
-                    yield from [(found, 1), again] if found else [again]
-                    found = []
+                    yield from [(runs, 1), again] if runs else [again]
+                    runs = []
                     continue
                 gone, _ = self._open(self.count)
                 self.closes = self.rule.closes(self.blocks)
             until = min(self.closes, end)
-            found += _runs(self.blocks, self.count, until, window, gone)
+            runs += _runs(self.blocks, self.count, until, window, gone)
             self.count = until
-        if found:
-            yield found, 1
+        if runs:
+            yield runs, 1
 
     def _again(self, end: int, window: Window) -> tuple[list[Run], int] | None:
-        """Go through blocks that are alike, if there are some: the runs of each, and how many."""
+        """Skip equal blocks. Return the runs of one of them, and how many blocks there are."""
         (size, until), t = self.alike(), self.count
         most = min((until - t) // size + 1, (end - t) // size) if size else 0
         if most < 2:
@@ -319,30 +320,32 @@ class BlockClock(Clock):
             [(0.297086, 0), (0.585761, 1), (0.011715, -1)]
         """
         t, blocks = self.count, self.blocks
-        asked = window_of(self.rule, window, t)
-        if isinstance(asked, Decay):
-            return self._decayed(asked)
+        reading = window_of(self.rule, window, t)
+        if isinstance(reading, Decay):
+            return self._decayed(reading)
         ends = [*blocks[1:], t]
         sizes = [end - start for start, end in zip(blocks, ends, strict=True)]
-        first, each, of_old = split(sizes, asked.size(t))
-        sizes[-1] -= t - self.folded  # of the open block, those in its mean
+        first, each, of_old = split(sizes, reading.size(t))
+        sizes[-1] -= t - self.folded  # the samples in the mean of the open block
         terms = [(of_old, first - 1)] if of_old else []
         terms += [(each * sizes[i], i) for i in range(first, len(sizes)) if sizes[i]]
         return [*terms, (each, SUM)] if t > self.folded else terms
 
     def _decayed(self, decay: Decay) -> list[tuple[float, int]]:
-        """As `terms`: each block has its weight, the open one that of its mean and of its sum."""
+        """Return the terms of a `Decay`: see `terms`."""
         t, blocks, last = self.count, self.blocks, len(self.blocks) - 1
         sizes = [end - start for start, end in pairwise([*blocks, t])]
         weights = decay.read(sizes, t)
-        rest = t - self.folded  # of the open block, in the sum
-        each = weights[last] / sizes[last]
-        weights[last] = each * (sizes[last] - rest)
-        found = [(weight, block) for block, weight in enumerate(weights) if weight]
-        return [*found, (each, SUM)] if rest and each else found
+        in_sum = t - self.folded
+        each = weights[last] / sizes[last]  # of a sample of the open block
+        weights[last] = each * (sizes[last] - in_sum)
+        terms = [(weight, block) for block, weight in enumerate(weights) if weight]
+        return [*terms, (each, SUM)] if in_sum and each else terms
 
     def alike(self) -> tuple[int, int]:
-        """The size of all blocks from here on, and the last start of one; (0, 0) if they differ.
+        """Return the size of the blocks from here on, and the last step at which one starts.
+
+        Return (0, 0) if their sizes differ.
 
         Examples:
             >>> from tailavg import AnytimeWindow
@@ -357,9 +360,10 @@ class BlockClock(Clock):
         return size, self.rule.alike_until(blocks, size)
 
     def _cycle(self) -> tuple[int, int]:
-        """As `alike`, of the paper's turns: after a round of blocks all starts have moved alike.
+        """Return how far all starts move in a round of the paper's turns, and until when.
 
-        A block is closed when those after the oldest hold the window: `shift` samples, for a while.
+        A block is closed when the blocks after the oldest hold the window: `shift` samples, for a
+        while. Return (0, 0) for other rules.
         """
         rule, blocks = self.rule, self.blocks
         if not isinstance(rule, AnytimeWindow) or rule.turns == "balanced":
@@ -370,10 +374,7 @@ class BlockClock(Clock):
         return shift, NEVER if blocks[1] >= window.steady_from else window.filled_until(shift)
 
     def advance(self, t: int, most: int = NEVER) -> bool:
-        """Turn as often as it takes to come to step t; False if that is more than `most` times.
-
-        Compare `blocks` before and after, to see which are new. (Those of an `AnyTail` are merged
-        on the way.)
+        """Advance to step t. Return False if that takes more than `most` turns.
 
         Examples:
             >>> from tailavg import AnytimeWindow
@@ -423,7 +424,7 @@ class DecayClock(Clock):
     def scales(self) -> list[float]:
         """G_i of each sample after the fold."""
         scales = self._scales
-        if not isinstance(scales, list):  # not every fold is followed by a read
+        if not isinstance(scales, list):  # converted at the first read after a fold
             self._scales = scales = scales.tolist()
         return scales
 
@@ -441,9 +442,9 @@ class DecayClock(Clock):
         with np.errstate(divide="ignore"):  # in single precision a fold may come a step later
             return factors(self.rule, folded, FOLD, SMALLEST, max(1, count - folded))
 
-    def _use(self, found: tuple[float, Reals, Reals]) -> None:
-        self.decay, self.factors = found[0], found[1][::-1].tolist()
-        self._scales = found[2]
+    def _use(self, decay_factors_scales: tuple[float, Reals, Reals]) -> None:
+        self.decay, factors, self._scales = decay_factors_scales
+        self.factors = factors[::-1].tolist()
         self.next = self.folded + len(self.factors)
 
     @property
@@ -454,14 +455,14 @@ class DecayClock(Clock):
         of_mean, of_sum = self.weights()
         steady = self.folded >= self._steady_from
         self.folded = self.count
-        if steady:  # what was looked up is still right
+        if steady:  # the factors are still right
             self.next = self.folded + len(self.factors)
         else:
             self._use(factors(self.rule, self.folded, FOLD, SMALLEST))
         return (1.0 - of_mean) / of_sum, 1.0 - of_mean, self.decay
 
     def weights(self) -> tuple[float, float]:
-        """The weights of the mean and of the sum in the average."""
+        """Return the weights of the mean and of the sum in the average."""
         if self.count == self.folded:
             return 1.0, 0.0
         scale = self.scales[self.count - self.folded - 1]
@@ -481,23 +482,23 @@ def _split(blocks: list[int], t: int, window: Window) -> tuple[int, int, int]:
 
 
 def _runs(blocks: list[int], t: int, end: int, window: Window, gone: int) -> list[Run]:
-    """Of `BlockClock.runs`, those from t to `end` in the open block."""
-    found = []
+    """Return the runs from t to `end`, which lie in the open block: see `BlockClock.runs`."""
+    runs = []
     while t < end:
         oldest, _, until = _split(blocks, t + 1, window)
         step = min(end, until - 1)
-        found.append((step - t, oldest, gone))
+        runs.append((step - t, oldest, gone))
         t, gone = step, -1
-    return found
+    return runs
 
 
 def factors(
     rule: Exponential, folded: int, most: int, smallest: float, least: int = 1
 ) -> tuple[float, Reals, Reals]:
-    """g_{f+1}, the factors w_i / G_i and the scales G_i of a `DecayClock` after a fold.
+    """Return g_{f+1}, the factors w_i / G_i and the scales G_i of a `DecayClock` after a fold.
 
     They cover as many samples as keep G above `smallest`, but at least `least` and at most `most`.
-    Once the decay is constant they are always the same.
+    Once the decay is constant, they are the same after every fold.
     """
     if folded >= rule.window.steady_from:
         return _steady_factors(rule, most, smallest, least)
@@ -516,7 +517,7 @@ def _factors(
 ) -> tuple[float, Reals, Reals]:
     if most > FOLD:
         decays = rule.decay(np.arange(folded + 1, folded + most + 1))
-    else:  # many folds share a look-up
+    else:  # many folds share the same decays
         first = folded % _SHARED
         decays = _decays(rule, folded - first)[first : first + most]
     scales = np.ones(most)
@@ -532,7 +533,7 @@ def _decays(rule: Exponential, start: int) -> Reals:
 
 
 class SampleClock(Clock):
-    """The clock of an `ExactWindow`: each sample is a block of its own, and nothing is ever due."""
+    """The clock of an `ExactWindow`: each sample is a block, and nothing is ever due."""
 
     __slots__ = ()
 
@@ -540,7 +541,7 @@ class SampleClock(Clock):
 
     @property
     def kept(self) -> int:
-        """How many samples there are to average."""
+        """The number of samples in the average."""
         return int(self.rule.samples(self.count))
 
     @property
@@ -548,7 +549,7 @@ class SampleClock(Clock):
         return list(range(self.count - self.kept, self.count))
 
     def fold(self) -> tuple[float, float, float]:
-        return 1.0, 1.0, 0.0  # one sample is its own mean
+        return 1.0, 1.0, 0.0
 
     def terms(self, window: Reading | None = None) -> list[tuple[float, int]]:
         window_of(self.rule, window, self.count)
@@ -564,14 +565,14 @@ class SampleClock(Clock):
 
 
 def clock_for(rule: Rule) -> Clock:
-    """The clock of a rule."""
+    """Return a new clock for a rule."""
     if isinstance(rule, Exponential):
         return DecayClock(rule)
     return SampleClock(rule) if isinstance(rule, ExactWindow) else BlockClock(rule)
 
 
 def starts_at(rule: Rule, t: int) -> list[int]:
-    """The start of each block of a rule after t samples, oldest first.
+    """Return the start of each block of a rule after t samples, oldest first.
 
     Examples:
         >>> from tailavg import AnytimeWindow

@@ -1,8 +1,8 @@
-"""Decays: a tail that is weighed as a falling learning rate would have weighed its gradients.
+"""Decays: averages that stand for a learning-rate decay.
 
 Iterates that start at w_0 and take steps -η g_i have the average Σ_j c_j w_j = w_0 - η Σ_i W_i g_i,
-where W_i = Σ_{j≥i} c_j: averaging multiplies the learning rate of step i by W_i. A plain window has
-equal weights, so its rate falls linearly; another fall has other weights, the differences of W.
+where W_i = Σ_{j≥i} c_j: averaging multiplies the learning rate of step i by W_i. The equal
+weights of a plain window are a linear decay; another decay has the differences of W as weights.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _GRID = 1024  # points at which a function is checked
 
 @dataclass(frozen=True)
 class Decay:
-    """Read an `AnyTail` as a learning-rate decay over a window: what that decay would have given.
+    """Read an `AnyTail` as if the learning rate had decayed over a window.
 
-    That is exact for SGD on a given sequence of gradients, and approximate otherwise: the gradients
-    of a decayed run are others.
+    The result is exact for SGD on a given sequence of gradients. Otherwise it is an approximation,
+    since a run with a decayed rate sees other gradients.
 
     Args:
-        window: The steps over which the rate falls to 0: the last fraction or the last k, as ever.
-        shape: `"linear"`, which is the plain window, `"cosine"` or `"1-sqrt"`; or a function from
-            the part of the window that has passed to the part of the rate that is left, which
+        window: The steps over which the rate falls to 0: the last fraction, or the last k.
+        shape: `"linear"` (the plain window), `"cosine"`, `"1-sqrt"`, or a function that maps the
+            fraction of the window that has passed to the fraction of the rate that is left. It
             falls from 1 at 0 to 0 at 1.
 
     Examples:
@@ -81,8 +81,9 @@ class Decay:
         for at, expected in ((0, 1.0), (1, 0.0)):
             if not math.isclose(values[at * _GRID], expected, abs_tol=1e-9):
                 raise ValueError(
-                    f"shape: expected {expected:g} at {at}, got {values[at * _GRID]!r}; it is the "
-                    "part of the rate that is left when that part of the window has passed"
+                    f"shape: expected {expected:g} at {at}, got {values[at * _GRID]!r}; a shape "
+                    "maps the fraction of the window that has passed to the fraction of the rate "
+                    "that is left"
                 )
         for i, (one, other) in enumerate(pairwise(values)):
             if not one >= other - 1e-9:  # NaN, too
@@ -92,11 +93,11 @@ class Decay:
                 )
 
     def size(self, t: Any) -> Any:
-        """The size of the window, k_t."""
+        """Return the size of the window, k_t."""
         return self.window.size(t)
 
     def weights(self, t: int) -> Reals:
-        """The weight of each of t samples, oldest first, if all of them are kept.
+        """Return the weight of each of t samples, oldest first, if all of them are kept.
 
         Examples:
             >>> Decay(4, "cosine").weights(5).round(3)
@@ -107,19 +108,19 @@ class Decay:
         return weights
 
     def read(self, sizes: Sequence[int], t: int) -> list[float]:
-        """The weights of the means of consecutive blocks of `sizes` samples, oldest first.
+        """Return the weights of the means of consecutive blocks of `sizes` samples, oldest first.
 
-        Each has those of its samples, which are spread evenly over it.
+        The weight of a block is the sum of the weights of its samples.
         """
         ages = np.array([*accumulate(reversed(sizes), initial=0)], float)[::-1]
         weights: list[float] = self.of_ages(ages[1:], ages[:-1], min(t, self.size(t))).tolist()
         return weights
 
     def of_ages(self, young: Any, old: Any, k: Any, xp: Any = np) -> Any:
-        """The weight of the samples of ages `young` to `old` - 1, of a window of k samples.
+        """Return the weight of the samples of ages `young` to `old` - 1 in a window of k samples.
 
-        The rate falls by it while these samples come: D(1 - old/k) - D(1 - young/k). With
-        `jax.numpy` as `xp`, ages may be traced.
+        That is how much the rate falls while these samples arrive: D(1 - old/k) - D(1 - young/k).
+        Ages may be traced if `xp` is `jax.numpy`.
 
         Examples:
             >>> float(Decay(100, "cosine").of_ages(0, 50, 100).round(3))
@@ -129,7 +130,7 @@ class Decay:
         return xp.maximum(weight, 0.0)  # where a function rises between the points checked
 
     def _younger(self, age: Any, k: Any, xp: Any) -> Any:
-        """The weight of all samples younger than this."""
+        """Return the weight of all samples younger than an age."""
         x = xp.minimum(1.0, xp.divide(age, k))
         if isinstance(self.shape, str):
             return _YOUNGER[self.shape](x, xp)

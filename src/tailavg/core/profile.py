@@ -1,4 +1,4 @@
-"""What an average is made of: the weight of every sample, and a summary of them."""
+"""The weight of every sample in an average, and a summary of the weights."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ class Profile:
     count: int
     """The number of samples so far, t."""
     size: float
-    """The size of the window, k_t: what was asked for."""
+    """The size of the window, k_t, that was requested."""
     effective_size: float
-    """1 / Σα², the number of equally weighted samples with the same variance: what was got."""
+    """1 / Σα², the number of equally weighted samples with the same variance."""
     mean_age: float
     """The mean age of the samples, by weight."""
     oldest_age: int
     """The age of the oldest sample that has a weight."""
     accumulators: int
-    """How many means (or, for an exact window, samples) are held."""
+    """The number of means in memory, or for an exact window of samples."""
 
 
 def dense_weights(
     rule: Rule, starts: Sequence[int], t: int, window: Reading | None = None
 ) -> Reals:
-    """The weight of each of t samples, oldest first; `starts` are those of the blocks."""
+    """Return the weight of each of t samples, oldest first, given the `starts` of the blocks."""
     weights = np.zeros(t)
     end = t
     for size, run in newest_first(rule, starts, t, window):
@@ -49,7 +49,7 @@ def dense_weights(
 
 
 def profile(rule: Rule, starts: Sequence[int], t: int, window: Reading | None = None) -> Profile:
-    """The summary of `dense_weights`, in constant memory."""
+    """Return a summary of the weights, in constant memory."""
     squares = ages = 0.0
     age = 0
     for size, run in newest_first(rule, starts, t, window):
@@ -60,14 +60,14 @@ def profile(rule: Rule, starts: Sequence[int], t: int, window: Reading | None = 
             squares += size * run**2
             ages += size * run * (age + (size - 1) / 2)
         age += size
-    held = rule.samples(t) if isinstance(rule, ExactWindow) else rule.accumulators
-    return Profile(t, size_of(rule, window, t), 1.0 / squares, ages, age - 1, held)
+    accumulators = rule.samples(t) if isinstance(rule, ExactWindow) else rule.accumulators
+    return Profile(t, size_of(rule, window, t), 1.0 / squares, ages, age - 1, accumulators)
 
 
 def newest_first(
     rule: Rule, starts: Sequence[int], t: int, window: Reading | None = None
 ) -> Iterator[tuple[int, float | Reals]]:
-    """Runs of samples, from the newest to the oldest that has a weight: size, weight of each."""
+    """Yield runs of samples, newest first: how many there are, and the weight of each."""
     window_of(rule, window, t)
     if not t:
         return
@@ -78,7 +78,7 @@ def newest_first(
             left = kept * np.cumprod(decays)
             run = (1.0 - decays) * np.concatenate([[kept], left[:-1]])
             weighted = np.flatnonzero(run)
-            if not len(weighted):  # all that is left is too little for a float
+            if not len(weighted):  # the remaining weights underflow
                 return
             run = run[: weighted[-1] + 1]
             yield len(run), run
@@ -96,11 +96,11 @@ def newest_first(
 def block_weights(
     rule: Rule, starts: Sequence[int], t: int, window: Reading | None = None
 ) -> tuple[list[int], list[float]]:
-    """How many samples each block has, and what its mean weighs, oldest first."""
+    """Return the size of each block, and the weight of its mean, oldest first."""
     sizes = [end - start for start, end in pairwise([*starts, t])]
-    asked = window_of(rule, window, t)
+    reading = window_of(rule, window, t)
     if isinstance(rule, ExactWindow):
         return sizes, [1.0 / len(sizes)] * len(sizes)
-    if isinstance(asked, Decay):
-        return sizes, asked.read(sizes, t)
+    if isinstance(reading, Decay):
+        return sizes, reading.read(sizes, t)
     return sizes, read(sizes, size_of(rule, window, t))

@@ -1,15 +1,13 @@
-"""Rules: the averages of the paper and ours, as decisions about blocks and weights.
+"""Rules: how to average, as immutable descriptions that never see a sample.
 
-A rule is an immutable description; no sample is ever seen here.
+- `AnytimeWindow` (the paper's *awa*): a few blocks of consecutive samples; the oldest is dropped.
+- `Exponential` (*exp*): one mean, with a decay that depends on t.
+- `AnyTail`: blocks that cover the whole stream and are read with any window; neighbours are merged.
+- `ExactWindow` (*true*) stores the samples; `RawTail` (*raw*) needs to know the end in advance. The
+  paper compares with these two.
 
-- `AnytimeWindow` (the paper's *awa*): a few blocks of consecutive samples, the oldest is given up;
-- `Exponential` (*exp*): one mean, to which each sample is joined with a decay that follows t;
-- `AnyTail`: blocks that cover the whole stream, read with any window; neighbours are merged;
-- `ExactWindow` (*true*) and `RawTail` (*raw*), what the paper compares with: they need all the
-  samples, or the end in advance.
-
-A block is known by its start, the number of samples before it. The last block is open. There are
-always as many blocks as accumulators: those yet to come are empty and stand first, at 0.
+A block is identified by its start, the number of samples before it. The last block is open. There
+are always as many blocks as accumulators; empty blocks come first and start at 0.
 """
 
 from __future__ import annotations
@@ -65,9 +63,9 @@ _MOST = 10_000  # accumulators: with more, the samples themselves would do
 class AnytimeWindow(OfWindow):
     """The paper's anytime window average, for any window and number of accumulators.
 
-    The open block is closed when it has its share of the window *and* the blocks after the oldest,
-    which makes room, hold the whole window. `turns="paper"` does not wait for the share when the
-    window grows: that is the paper's rule, and it spends accumulators on small blocks.
+    The open block is closed when it has its share of the window *and* the blocks after the oldest
+    hold the whole window, so that the oldest can be dropped. With `turns="paper"`, a growing window
+    does not wait for the share. That is the paper's rule; it spends accumulators on small blocks.
     """
 
     window: Window
@@ -84,31 +82,33 @@ class AnytimeWindow(OfWindow):
         object.__setattr__(self, "turns", turns)
 
     def closes(self, starts: Sequence[Any]) -> Any:
-        """The step after which the open block takes no more samples.
+        """Return the step after which the open block takes no more samples.
 
         Examples:
             >>> AnytimeWindow(100).closes([0, 0, 50]), AnytimeWindow(100).closes([0, 50, 100])
             (100, 150)
         """
         window, steps = self.window, self.window.steps
-        if isinstance(window, Fixed):  # as many equal shares hold the window
+        if isinstance(window, Fixed):  # the blocks are equal shares of the window
             return window.filled_at(starts[-1], self.accumulators - 1)
         if self.turns == "balanced":
             end = window.filled_at(starts[-1], self.accumulators - 1)
         else:
             end = steps.later(starts[-1], 1)
         spare = steps.larger(end, window.filled_at(starts[1]))
-        return steps.choose(starts[0] == starts[1], end, spare)  # while one is empty, none is lost
+        return steps.choose(
+            starts[0] == starts[1], end, spare
+        )  # while a block is empty, none is dropped
 
     def alike_until(self, starts: Sequence[int], size: int) -> int:
-        """If all blocks are of this size: the last start of one that will be, too.
+        """Return the last start of a block of `size`, given that all blocks have that size now.
 
         Examples:
             >>> AnytimeWindow(0.001).alike_until([0, 1, 2], 1)
             1998
         """
         window, z = self.window, self.accumulators - 1
-        # then turns depend on the blocks' sizes alone
+        # turns then depend only on the sizes of the blocks
         if isinstance(window, Fixed) or starts[1] >= window.steady_from:
             return NEVER
         balanced = self.turns == "balanced"
@@ -131,9 +131,9 @@ class Exponential(OfWindow):
     accumulators = 1
 
     def decay(self, t: Any) -> Any:
-        """The weight of the average so far when sample t = 1, 2, … comes; a function of t alone.
+        """Return the weight of the average so far when sample t = 1, 2, … arrives.
 
-        Drives the averages of other libraries: average = decay(t) * average + (1 - decay(t)) * x.
+        Use it in other libraries: average = decay(t) * average + (1 - decay(t)) * x.
 
         Examples:
             >>> [round(Exponential(0.5).decay(t), 3) for t in (1, 2, 10, 100, 1000)]
@@ -142,7 +142,7 @@ class Exponential(OfWindow):
         return abs(self._joined(t)[1])
 
     def weight(self, t: Any) -> Any:
-        """The weight of sample t when it comes, 1 - decay(t), with its digits in float32, too.
+        """Return the weight of sample t when it arrives, 1 - decay(t), accurate in float32.
 
         Examples:
             >>> [round(Exponential(0.5).weight(t), 3) for t in (1, 2, 10, 100, 1000)]
@@ -151,9 +151,9 @@ class Exponential(OfWindow):
         return self._joined(t)[0]
 
     def _joined(self, t: Any) -> Any:
-        """The weights of sample t and of the average before it."""
+        """Return the weights of sample t and of the average before it."""
         before = self.window.size(t - 1)
-        # their excess over n_t, in which n_t would cancel
+        # how many samples there are beyond n_t; n_t itself would cancel in float32
         excess = (t - 1 >= before) * (1.0 - self.window.growth(t))
         return weights(smaller(t - 1, before), 1.0, excess, square_root)
 
@@ -162,11 +162,12 @@ class Exponential(OfWindow):
 class AnyTail:
     """Every tail at once: any window from the fraction `shortest` of the stream to all of it.
 
-    Read with a window: `value(0.3)`, `value(5000)`. More accumulators, fewer samples beyond it.
+    Read it with a window: `value(0.3)`, `value(5000)`.
 
-    Blocks cover the whole stream. A window is read from the newest of them that hold it: all
-    samples of the block that completes it are touched, so the fewer they are beyond the window, the
-    better. Blocks are therefore merged so that their ages stay close to a geometric series.
+    Blocks cover the whole stream. A read uses the newest blocks that hold the window, and all
+    samples of the oldest of these have a weight, also those beyond the window. To keep them few,
+    blocks are merged so that their ages stay close to a geometric series. With more accumulators,
+    an average reaches less far beyond the window.
 
     Examples:
         >>> from tailavg import TailAverage
@@ -194,10 +195,10 @@ class AnyTail:
 
     @cached_property
     def _share(self) -> Fraction:
-        """The part of the stream that a block has when the next is opened: at most `shortest`.
+        """The share of the stream that a block has when it is closed: at most `shortest`.
 
-        Larger blocks are worse as long as they are the newest, smaller ones force more merges: the
-        best share was found by simulation, and this fits it.
+        Larger blocks are worse while they are the newest; smaller blocks force more merges. The
+        formula was fitted to the best shares in simulations.
         """
         c = self.shortest
         best = (0.3 + 2.0 * math.log(1.0 / c) / (1.0 - c)) / (self.accumulators - 1)
@@ -205,41 +206,42 @@ class AnyTail:
         return Fraction(thousandths, 1000) * fraction(c)
 
     def closes(self, starts: Sequence[int]) -> int:
-        """The step after which the open block takes no more samples: the first with its share."""
+        """Return the step after which the open block takes no more samples."""
         last = starts[-1]
-        if starts[0] == starts[1]:  # one is empty
+        if starts[0] == starts[1]:  # a block is empty
             return last + 1
         rest = 1 - self._share
         return max(last + 1, -(-last * rest.denominator // rest.numerator))
 
     def merged(self, starts: Sequence[int], t: int) -> int:
-        """The block that is merged with the one before it when a block is opened at step t.
+        """Return the block to merge with the one before it when a block is opened at step t.
 
-        The two whose joint size is least against the samples since their end: that ratio is
-        how far a window that ends inside them overshoots. If no window that is allowed ends there
-        yet, it counts as it will when the first one does.
+        It is the pair whose joint size is smallest relative to the number of samples after it: that
+        ratio is how far a window that starts inside the pair overshoots. A pair that is too new for
+        any allowed window counts with its ratio at the first step at which one starts inside it.
         """
         p, q = fraction(self.shortest).as_integer_ratio()
-        best, least, since = 0, 1, 0  # their size and the samples since, of the best so far
+        best, least, since = 0, 1, 0  # the best pair so far, its size and the samples after it
         for block, end in enumerate([*starts[2:], t], start=1):
             size, after = end - starts[block - 1], max((q - p) * (t - end), p * end)
-            if size * since < least * after:  # the ratios, compared in whole numbers
+            if size * since < least * after:  # compares the ratios in integers
                 best, least, since = block, size, after
         return best
 
     def window(self, window: Reading | None, t: int) -> Window | Decay:
-        """What is asked for, if it can be read at step t. A linear decay is the plain window."""
-        if window is not None:
-            found = window if isinstance(window, Decay) else as_window(window)
-            if isinstance(found, Decay) and found.shape == "linear":
-                found = found.window
-            if found.size(t) >= self.shortest * t * (1 - float(TIE)):
-                return found
-        got = "since AnyTail has none of its own; got none" if window is None else f"got {window!r}"
-        raise ValueError(
-            f"window: expected a window of at least {self.shortest:g} of the samples so far, "
-            f"{self.shortest * t:g} of {t}, {got}"
-        )
+        """Return the window or decay to read with at step t. A linear decay is the plain window."""
+        if window is None:
+            raise ValueError("AnyTail has no window of its own: pass one, as in value(0.25)")
+        reading = window if isinstance(window, Decay) else as_window(window)
+        if isinstance(reading, Decay) and reading.shape == "linear":
+            reading = reading.window
+        if reading.size(t) < self.shortest * t * (1 - float(TIE)):
+            raise ValueError(
+                f"window: expected at least {self.shortest:g} of the samples so far, which is "
+                f"{self.shortest * t:g} of {t}, got {window!r}; create the AnyTail with a smaller "
+                "`shortest` to read shorter windows"
+            )
+        return reading
 
 
 @dataclass(frozen=True, init=False)
@@ -249,7 +251,7 @@ class ExactWindow(OfWindow):
     window: Window
 
     def samples(self, t: Any) -> Any:
-        """How many samples are averaged at step t: the ceiling of k_t, or all there are.
+        """Return how many samples are averaged at step t: the ceiling of k_t, or all t.
 
         Examples:
             >>> ExactWindow(0.07).samples(100), ExactWindow(0.07).samples(101)
@@ -262,9 +264,10 @@ class ExactWindow(OfWindow):
 
 @dataclass(frozen=True, init=False)
 class RawTail(OfWindow):
-    """The standard tail average: the mean of the last k_T of `total` samples, begun when they come.
+    """The standard tail average: the mean of the last k_T samples of a stream of `total` samples.
 
-    Before that its value is the latest sample; past `total` it is the mean of all since its start.
+    Before the tail starts, the value is the latest sample. After `total` samples, the value is the
+    mean of all samples since the start of the tail.
     """
 
     window: Window
@@ -277,20 +280,20 @@ class RawTail(OfWindow):
 
     @property
     def first(self) -> int:
-        """How many samples come before the tail."""
+        """The number of samples before the tail."""
         return self.total - int(min(self.total, math.ceil(self.window.size(self.total))))
 
     def size(self, t: Any) -> Any:
-        """How many samples are averaged at step t."""
+        """Return how many samples are averaged at step t."""
         most = np.maximum if isinstance(t, np.ndarray) else max
         return most(1.0, t - self.first)
 
     def closes(self, starts: Sequence[int]) -> int:
-        """As in `AnytimeWindow`: every sample is a block until the tail, which is one for good."""
+        """See `AnytimeWindow`. Each sample before the tail is a block; the tail is one block."""
         return starts[-1] + 1 if starts[-1] < self.first else NEVER
 
     def alike_until(self, starts: Sequence[int], size: int) -> int:
-        """As in `AnytimeWindow`."""
+        """See `AnytimeWindow`."""
         return self.first - 1 if size == 1 else -1
 
 
@@ -300,7 +303,7 @@ Rule = WindowRule | AnyTail
 
 
 def as_rule(rule: AnyWindow | Rule) -> Rule:
-    """A rule, or the window or number that stands for an `AnytimeWindow` over it."""
+    """Return a rule. A window, or a number that stands for one, becomes an `AnytimeWindow`."""
     if isinstance(rule, Decay):
         raise TypeError(
             f"rule: expected a number, a window or a rule, got {rule}; average with AnyTail(), and "
@@ -310,13 +313,13 @@ def as_rule(rule: AnyWindow | Rule) -> Rule:
 
 
 def window_of(rule: Rule, window: Reading | None, t: int) -> Window | Decay:
-    """That with which an average is read at step t: the rule's own window, or one of `AnyTail`."""
+    """Return what to read an average with at step t: the rule's own window, or `window`."""
     if isinstance(rule, AnyTail):
         return rule.window(window, t)
     if window is not None:
         raise ValueError(
-            f"window: expected none, since {rule} has its own, got {window!r}; "
-            "an AnyTail reads any window"
+            f"window: {rule} has its own window, got {window!r}; average with AnyTail() to choose "
+            "the window when you read"
         )
     return rule.window
 
@@ -324,9 +327,10 @@ def window_of(rule: Rule, window: Reading | None, t: int) -> Window | Decay:
 def shared_rules(
     windows: Sequence[Window], accumulators: int = 12
 ) -> list[tuple[Rule, Window | None]]:
-    """How to average several windows: for each a rule, and what to read if it has no window.
+    """Return a rule for each of several windows, and the window to read it with, if any.
 
-    One `AnyTail` serves all fractions. A count would become a fraction too short for it.
+    One `AnyTail` serves all fractions. It cannot serve a fixed window, which becomes an ever
+    smaller fraction of the stream.
 
     Examples:
         >>> shared_rules([Growing(0.1), Growing(0.5), Fixed(100)])
@@ -334,7 +338,7 @@ def shared_rules(
          (AnyTail(accumulators=12, shortest=0.1), Growing(c=0.5, at_most=None)),
          (AnytimeWindow(window=Fixed(k=100), accumulators=3, turns='balanced'), None)]
     """
-    fractions = [one.c for one in windows if isinstance(one, Growing) and one.at_most is None]
+    fractions = [w.c for w in windows if isinstance(w, Growing) and w.at_most is None]
     shortest = min(fractions, default=1.0)
     shared = AnyTail(accumulators, shortest if shortest < 1.0 else 0.5)
     return [
@@ -346,11 +350,11 @@ def shared_rules(
 
 
 def size_of(rule: Rule, window: Reading | None, t: int) -> float:
-    """k_t of what an average is read with: see `window_of`.
+    """Return k_t of the window that an average is read with: see `window_of`.
 
     Examples:
         >>> size_of(AnyTail(), 0.25, 1000), size_of(AnytimeWindow(100), None, 1000)
         (250.0, 100.0)
     """
-    asked = window_of(rule, window, t)
-    return float(asked.size(t) if isinstance(rule, AnyTail) else rule.size(t))
+    reading = window_of(rule, window, t)
+    return float(reading.size(t) if isinstance(rule, AnyTail) else rule.size(t))

@@ -1,8 +1,8 @@
-"""Windows: how many samples an average is over, k_t, as the stream goes on.
+"""Windows: k_t, the number of samples to average at step t.
 
-A window answers two questions: how large it is at step t, and at which step the samples since
-another step will fill it, or a block's share of it. Every decision follows from these two. The
-second answer is whole-number arithmetic, so that every framework turns at the same sample.
+A window answers two questions. How large is it at step t? At which step do the samples since a
+given step fill it, or a block's share of it? Every decision follows from these two answers. The
+second is integer arithmetic, so that every framework turns at the same sample.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ __all__ = [
 Reals = npt.NDArray[np.float64]
 
 NEVER = 2**63 - 1
-"""A step that no stream reaches: when something that will not happen is due."""
+"""The step of an event that never happens."""
 
 MOST = 2**62
 """The most samples that a window, a stream or a state may have."""
 
 TIE = Fraction(1, 10**12)
-"""A count reaches a real number that it misses by this much of it: 7 reaches 0.07 * 100."""
+"""A count reaches a real number if it is within this relative distance: 7 reaches 0.07 * 100."""
 
 _TIE = float(TIE)
 BITS = 60
@@ -60,7 +60,7 @@ class Steps:
     last: Callable[[], int]
     """The last step there can be."""
     later: Callable[[Any, int], Any]
-    """later(step, n): n steps later."""
+    """later(step, n): the step n steps later."""
     larger: Callable[[Any, Any], Any]
     """larger(a, b): the later of two steps."""
     choose: Callable[[Any, Any, Any], Any]
@@ -100,15 +100,15 @@ class Fixed:
         return self.k
 
     def size(self, t: Any) -> Any:
-        """k_t, the same for every step."""
+        """Return k_t, which is the same at every step."""
         return np.full(t.shape, float(self.k)) if isinstance(t, np.ndarray) else float(self.k)
 
     def growth(self, t: Any) -> Any:
-        """k_t - k_{t-1}: none."""
+        """Return k_t - k_{t-1}, which is 0."""
         return 0.0
 
     def filled_at(self, start: Any, parts: int = 1) -> Any:
-        """The first step at which the samples after `start` make a `parts`-th of the window.
+        """Return the first step at which the samples after `start` fill a `parts`-th of the window.
 
         Examples:
             >>> Fixed(100).filled_at(5000, parts=3)
@@ -140,7 +140,7 @@ class Growing:
         object.__setattr__(self, "c", float(c))
         if self.at_most is not None:
             object.__setattr__(self, "at_most", positive_int(self.at_most, "at_most"))
-        _ = self.ratio, self.most  # looked up now: a compiler that traces `size` could not
+        _ = self.ratio, self.most  # cached now: a compiler that traces `size` cannot do so
 
     @property
     def steady_from(self) -> int:
@@ -148,9 +148,9 @@ class Growing:
         return NEVER if self.at_most is None else self._capped_from
 
     def size(self, t: Any) -> Any:
-        """k_t = ct, at least 1 and at most the cap: a real number, without the paper's ceiling.
+        """Return k_t = ct, at least 1 and at most the cap, without the paper's ceiling.
 
-        A size that misses a whole number by rounding is that number.
+        A size that misses a whole number by a rounding error is rounded to it.
 
         Examples:
             >>> 0.07 * 100, Growing(0.07).size(100)
@@ -176,10 +176,11 @@ class Growing:
 
     @cached_property
     def ratio(self) -> tuple[float, float, bool]:
-        """c as a ratio of whole numbers, 7 / 100 for 0.07: 7 * 100 / 100 is 7, without rounding.
+        """c as a numerator and a denominator, and whether this ratio is exact.
 
-        If no small ones give c to the last digit, c / 1, inexact: then a size that misses a whole
-        number by a `TIE` is taken for it.
+        0.07 is 7 / 100, so that 7 * 100 / 100 is 7 without a rounding error. If no small integers
+        give c to the last digit, the ratio is c / 1 and inexact: `size` then rounds to a whole
+        number within a `TIE`.
         """
         ratio = fraction(self.c)
         exact = ratio.denominator <= 10**6
@@ -190,7 +191,7 @@ class Growing:
         )
 
     def growth(self, t: Any) -> Any:
-        """k_t - k_{t-1}, also where single precision cannot tell the two apart.
+        """Return k_t - k_{t-1}, also where single precision cannot tell the two apart.
 
         Examples:
             >>> [round(Growing(0.3, at_most=2).growth(t), 3) for t in (3, 4, 5, 6, 7, 8)]
@@ -202,7 +203,7 @@ class Growing:
         return growth + between * (self.c - growth)
 
     def filled_at(self, start: Any, parts: int = 1) -> Any:
-        """The first step at which the samples after `start` make a `parts`-th of the window.
+        """Return the first step at which the samples after `start` fill a `parts`-th of the window.
 
         A growing window is shared out in equal *ratios*, not sizes: when each block is the share
         1 - (1-c)^(1/parts) of the stream as it is closed, `parts` of them cover c.
@@ -220,7 +221,7 @@ class Growing:
         return steps.choose(growing < capped, growing, fixed)
 
     def filled_until(self, size: int, parts: int = 1) -> int:
-        """The last step after which `size` samples make a `parts`-th of a window that grows.
+        """Return the last step after which `size` samples fill a `parts`-th of the window.
 
         Examples:
             >>> Growing(0.25).filled_until(1000), Growing(0.25).filled_at(3000)
@@ -230,12 +231,12 @@ class Growing:
         return growing if self.at_most is None else min(growing, self._capped_from - 1 - size)
 
     def stretch(self, parts: int) -> int:
-        """t / start, times 2⁶⁰, where the samples between them are a `parts`-th of the window."""
+        """Return 2⁶⁰ t / start for which the samples between fill a `parts`-th of the window."""
         return _stretch(self.c, parts)
 
     @cached_property
     def _capped_from(self) -> int:
-        """The first step at which the window has reached its cap: it is a fixed one from there."""
+        """The first step at which the window has reached its cap."""
         assert self.at_most is not None
         exact = self.ratio[2]
         return max(1, math.ceil(self.at_most * (1 if exact else 1 - TIE) / fraction(self.c)))
@@ -243,7 +244,7 @@ class Growing:
 
 @lru_cache
 def fraction(c: float) -> Fraction:
-    """c as a fraction: one of small numbers, if it gives c to the last digit.
+    """Return c as a fraction, with a small denominator if that gives c to the last digit.
 
     Examples:
         >>> fraction(0.07), fraction(1 / 3)
@@ -256,10 +257,7 @@ def fraction(c: float) -> Fraction:
 
 @lru_cache
 def _stretch(c: float, parts: int) -> int:
-    """t / start, times 2⁶⁰, where the samples between them are a `parts`-th of a growing window.
-
-    With this one ratio all steps are computed. It is rounded down and so forgives ties.
-    """
+    """See `Growing.stretch`. All steps follow from this ratio; it is rounded down, for ties."""
     if c == 1.0:
         return NEVER << BITS
     share = fraction(c)
@@ -275,7 +273,7 @@ AnyWindow = Window | int | float
 
 
 def as_window(window: AnyWindow) -> Window:
-    """A window, or the number that stands for one: 100 the last hundred, 0.25 the last quarter.
+    """Return a window for a number: 100 is the last hundred samples, 0.25 the last quarter.
 
     Examples:
         >>> as_window(1), as_window(1.0)
@@ -293,11 +291,11 @@ def as_window(window: AnyWindow) -> Window:
     raise ValueError(f"window: {expected}, got {shown(window)}")
 
 
-_fixed, _growing = lru_cache(Fixed), lru_cache(Growing)  # the same few are asked for at every read
+_fixed, _growing = lru_cache(Fixed), lru_cache(Growing)  # reads often repeat the same few windows
 
 
 class OfWindow:
-    """What rules share: a window, or the number that stands for one."""
+    """Base of rules with a window, which may be given as a number."""
 
     window: Window
 
@@ -305,33 +303,33 @@ class OfWindow:
         object.__setattr__(self, "window", as_window(window))
 
     def size(self, t: Any) -> Any:
-        """k_t."""
+        """Return k_t."""
         return self.window.size(t)
 
 
 def smaller(a: Any, b: Any) -> Any:
-    """The smaller of two numbers, or of each two in arrays or tensors."""
+    """Return the smaller of two numbers, or the elementwise minimum of arrays or tensors."""
     return min(a, b) if isinstance(a, int | float | np.number) else a.clip(None, b)
 
 
 def positive_int(value: object, name: str, least: int = 1, most: int = MOST) -> int:
-    """`value` as an int, if it is a whole number of at least `least` and at most `most`."""
+    """Return `value` as an int. Raise if it is not an integer between `least` and `most`."""
     if isinstance(value, bool | np.bool_) or not isinstance(value, Integral):
         raise TypeError(
             f"{name}: expected an int >= {least}, got {value!r} of type {type(value).__name__}"
         )
-    found = int(value)
-    if found < least:
-        raise ValueError(f"{name}: expected an int >= {least}, got {shown(found)}")
-    if found > most:
-        raise ValueError(f"{name}: expected an int <= {most}, got {shown(found)}")
-    return found
+    number = int(value)
+    if number < least:
+        raise ValueError(f"{name}: expected an int >= {least}, got {shown(number)}")
+    if number > most:
+        raise ValueError(f"{name}: expected an int <= {most}, got {shown(number)}")
+    return number
 
 
 def shown(value: object) -> str:
-    """What a message says of a value, however large: Python writes no more than 4,300 digits."""
+    """Return the repr of a value for a message, shortened if it is long."""
     try:
         text = repr(value)
     except ValueError:
-        text = "a number of thousands of digits"
+        text = "a number of thousands of digits"  # Python writes no more than 4,300
     return text if len(text) <= 100 else f"{text[:80]}… ({len(text)} characters)"

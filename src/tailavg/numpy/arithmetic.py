@@ -1,4 +1,4 @@
-"""Arithmetic that stores share: sums and means that keep their digits."""
+"""Sums and means that keep their digits."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["Array", "aligned_zeros", "joined", "sum_in_order", "sum_rows", "wide
 
 Array = npt.NDArray[Any]
 
-_SMALL = 4096  # bytes: for less it takes longer than it saves
+_SMALL = 4096  # bytes: alignment does not pay for less
 
 
 def aligned_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Zeros that start on a cache line, which makes an in-place add a quarter faster."""
+    """Return zeros that start on a cache line: an in-place add is then a quarter faster."""
     size = math.prod(shape) * dtype.itemsize
     if size <= _SMALL:
         return np.zeros(shape, dtype)
@@ -28,9 +28,9 @@ def aligned_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
 
 
 def joined(mean: Any, summed: Any, total: float, weight: float, carry: float) -> tuple[Any, Any]:
-    """A mean and a sum as one mean; and what that rounds off, which starts the next sum.
+    """Return the mean joined with a sum, and the rounding error, which starts the next sum.
 
-    So a thousand folds lose no more than one. See `tailavg.core.clock.Store.fold`.
+    So a thousand folds lose no more digits than one. See `tailavg.core.clock.Store.fold`.
     """
     if not isinstance(summed, np.ndarray):
         fresh = summed / total
@@ -39,14 +39,14 @@ def joined(mean: Any, summed: Any, total: float, weight: float, carry: float) ->
         step = (fresh - mean) * weight
         joint = mean + step
         lost = (step - (joint - mean)) * carry
-        # there is no difference of infinities
+        # inf - inf is NaN
         return (joint, lost) if lost - lost == 0 else (mean * (1 - weight) + fresh * weight, 0.0)
     with np.errstate(all="ignore"):
         fresh = summed / total
         if weight == 1.0:
             return fresh, 0.0
         step = (fresh - mean) * weight
-        joint = (mean + step).astype(mean.dtype, copy=False)  # a sum may come in more precision
+        joint = (mean + step).astype(mean.dtype, copy=False)  # a sum may have more precision
         lost = (step - (joint - mean)) * carry
         if not np.isfinite(lost).all():
             finite = np.isfinite(lost)
@@ -56,13 +56,13 @@ def joined(mean: Any, summed: Any, total: float, weight: float, carry: float) ->
 
 
 def wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype of sums over many samples: at least double precision."""
+    """Return the dtype for sums over many samples: at least double precision."""
     return np.result_type(dtype, np.float64)
 
 
 def sum_in_order(rows: Array, dtype: np.dtype[Any]) -> Array:
-    """The sum over the first axis, one row after another."""
-    if rows.shape[1] == 1 and len(rows):  # of one column NumPy would add halves
+    """Return the sum over the first axis, added one row after another."""
+    if rows.shape[1] == 1 and len(rows):  # NumPy would add one column pairwise
         total: Array = np.add.accumulate(rows[:, 0], dtype=wide(dtype))[-1:]
     else:
         total = np.add.reduce(rows, axis=0, dtype=wide(dtype))
@@ -70,7 +70,7 @@ def sum_in_order(rows: Array, dtype: np.dtype[Any]) -> Array:
 
 
 def sum_rows(rows: Array, dtype: np.dtype[Any]) -> Array:
-    """The sum over the first axis, by halves or in groups: never a long chain of additions."""
+    """Return the sum over the first axis, added pairwise or in groups to keep digits."""
     if rows.shape[1] == 1:
         total: Array = np.add.reduce(rows[:, 0], keepdims=True, dtype=wide(dtype))
         return total

@@ -27,7 +27,7 @@ from tailavg.numpy.table import Table
 __all__ = ["TailAverage", "Windows"]
 
 SPREAD = 4
-"""The fewest blocks whose spread tells the error of an average."""
+"""The fewest blocks from whose spread a standard error is estimated."""
 
 NanPolicy = Literal["propagate", "raise", "omit"]
 Windows = Reading | list[Reading] | tuple[Reading, ...] | None
@@ -37,14 +37,14 @@ class TailAverage:
     """The average of the last samples of a stream of numbers, or of arrays of one shape.
 
     Args:
-        rule: How many samples are averaged, and how. A number (an int for the last that many, a
-            float in (0, 1] for the last fraction), a window (`Fixed`, `Growing`) or a rule
+        rule: How many samples to average, and how. A number (an int n is the last n samples, a
+            float in (0, 1] the last fraction), a window (`Fixed`, `Growing`) or a rule
             (`AnytimeWindow`, `Exponential`, `AnyTail`, `ExactWindow`, `RawTail`).
-        dtype: That of the accumulators. By default numbers are held in float64; arrays in their own
-            precision but at least float32, with sums folded every few hundred samples, so that a
-            float32 average keeps 5 digits over a million samples. Integers become float64.
-        nan_policy: `"propagate"`, `"raise"`, or `"omit"`: a sample with any NaN in it is left out
-            whole and not counted. Infinities are data.
+        dtype: The dtype of the accumulators. By default float64 for numbers and integers, and the
+            dtype of the samples for arrays, but at least float32. A float32 average keeps 5 digits
+            over a million samples, since sums are merged into means every few hundred samples.
+        nan_policy: `"propagate"`, `"raise"`, or `"omit"`, which skips a sample that contains a NaN
+            and does not count it. Infinities are data.
 
     Examples:
         >>> average = TailAverage(0.5)
@@ -57,9 +57,9 @@ class TailAverage:
         3.5
     """
 
-    # No sample is ever half taken. An update that needs nothing but an addition makes it between
-    # `_left = None` and the next number; while `_left` is None, the average says that it is broken.
-    # Every other change is made by `_atomically`, which brings back what was there before.
+    # An interrupted call takes full effect or none, or the average says that it is broken. While an
+    # update only adds a sample, `_left` is None; an average in that state is broken.
+    # Every other change is made by `_atomically`, which restores the state before the call.
 
     __slots__ = (
         "__weakref__",
@@ -81,20 +81,20 @@ class TailAverage:
 
     _clock: Any
     _left: int | None
-    """How many more samples need nothing but an addition; None while one is made."""
+    """How many more samples are only added to the sum; None while one is added."""
     _due: int
-    """The count after those."""
+    """The count when something is due: `_left` samples from now."""
     _dtype: np.dtype[Any] | None
     _nan_policy: NanPolicy
     _shape: tuple[int, ...] | None  # None for numbers
     _number: bool  # whether means and sum are floats
-    _means: list[Any]  # of the clock's blocks; 0.0 where nothing is folded; never changed in place
-    _sum: Any  # of the samples in no mean; in arrays, samples are added in place
-    _samples: Samples | None  # of an ExactWindow, in place of means and sum
-    _plain: Any  # the type of samples that are added as they are, if nothing is due
-    _factors: list[float] | None  # of the samples that are left, the last one first
-    _reader: Any  # how numbers are read until something is due
-    _scratch: Any  # room for a sample times its factor
+    _means: list[Any]  # of the clock's blocks; 0.0 if nothing is folded; never changed in place
+    _sum: Any  # of the samples in no mean; arrays are added in place
+    _samples: Samples | None  # of an ExactWindow, instead of means and a sum
+    _plain: Any  # the type of samples that `update` adds without a check
+    _factors: list[float] | None  # of the next `_left` samples, the last one first
+    _reader: Any  # reads numbers quickly until something is due
+    _scratch: Any  # a buffer for a sample times its factor
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class TailAverage:
         self._atomically(self._add, sample, None if number else sample.shape)
 
     def value(self, window: Reading | None = None) -> Any:
-        """The average now: a float, or a new array. An `AnyTail` is asked for a window or `Decay`.
+        """Return the average: a float, or a new array. An `AnyTail` needs a window or a `Decay`.
 
         Examples:
             >>> TailAverage(100).value()
@@ -192,7 +192,7 @@ class TailAverage:
         return average.item() if self._shape is None and not self._number else average
 
     def _average(self, window: Reading | None) -> Any:
-        """The average over a window: a float, or a new array."""
+        """Return the average over a window: a float, or a new array."""
         clock = self._clock
         if self._samples is not None:
             window_of(self.rule, window, clock.count)
@@ -204,7 +204,7 @@ class TailAverage:
         return value
 
     def update_many(self, xs: Any) -> None:
-        """Take many samples, along the first axis: as `update` with each, but much faster.
+        """Take many samples, along the first axis. This is much faster than many updates.
 
         Examples:
             >>> average = TailAverage(100)
@@ -234,7 +234,7 @@ class TailAverage:
     def scan(self, xs: Any, window: Windows = None) -> Array:
         """Take many samples, and return the average after each.
 
-        An `AnyTail` is asked for a window, or for several: there is then a first axis of windows.
+        An `AnyTail` needs a window. With a list of windows, the result has a first axis of windows.
 
         Examples:
             >>> TailAverage(2).scan([1.0, 3.0, 5.0, 7.0])
@@ -245,13 +245,9 @@ class TailAverage:
         several = isinstance(window, list | tuple)
         windows: list[Any] = list(window) if isinstance(window, list | tuple) else [window]
         if not windows:
-            raise ValueError("window: expected at least one, got none")
-        for one in windows:
-            window_of(self.rule, one, self.count + len(rows))
-        if several and not isinstance(self.rule, AnyTail):
-            raise ValueError(
-                f"window: expected none, since {self.rule} has its own, got {window!r}"
-            )
+            raise ValueError("window: expected a window or a list of windows, got an empty list")
+        for each in windows if isinstance(self.rule, AnyTail) else [window]:
+            window_of(self.rule, each, self.count + len(rows))  # type: ignore[arg-type]
         every: Array = self._atomically(self._scan, samples, rows, kept, windows)
         return every if several else every[0]
 
@@ -269,7 +265,7 @@ class TailAverage:
         every = out.reshape(len(windows), len(rows), *shape)
         if kept is None:
             return every
-        # a sample that is left out leaves the average as it was
+        # a sample that is skipped repeats the average before it
         first = np.empty((len(windows), 1, *shape), every.dtype)
         for averages, value in zip(first, before, strict=True):
             averages[0] = value
@@ -278,11 +274,11 @@ class TailAverage:
     def _scan_rows(self, samples: Array, rows: Array, windows: list[Any]) -> Array:
         """Take rows, and return the averages over each window after each of them."""
         clock, loops = self._clock, self._loops(rows)
-        asked = [window_of(self.rule, window, clock.count + len(rows)) for window in windows]
+        readings = [window_of(self.rule, window, clock.count + len(rows)) for window in windows]
         if self._samples is None:
             table = self._table()
             xs = rows if loops is None else np.ascontiguousarray(rows, self._dtype)
-            out = table.scan(xs, np.array([0, len(xs)]), asked, loops)
+            out = table.scan(xs, np.array([0, len(xs)]), readings, loops)
             self._hold(table)
             return out
         kept, out = self._samples.last(clock.kept), np.empty((1, *rows.shape), self._dtype)
@@ -298,23 +294,23 @@ class TailAverage:
         return out
 
     def _loops(self, rows: Array) -> Any:
-        """The loops of `tailavg.numpy.kernel` for these samples, or None."""
+        """Return the loops of `tailavg.numpy.kernel` for these samples, or None."""
         return kernel(rows.size) if self._dtype in (np.float32, np.float64) else None
 
     @property
     def rule(self) -> Rule:
-        """The rule, with its window."""
+        """The rule."""
         rule: Rule = self._clock.rule
         return rule
 
     @property
     def dtype(self) -> np.dtype[Any] | None:
-        """The dtype of the accumulators; None while neither asked for nor known."""
+        """The dtype of the accumulators; None before the first sample, unless it was given."""
         return self._dtype
 
     @property
     def nan_policy(self) -> NanPolicy:
-        """What is done with a NaN."""
+        """What happens to a NaN."""
         return self._nan_policy
 
     @property
@@ -323,16 +319,14 @@ class TailAverage:
         left = self._left
         if left is None:
             raise RuntimeError(
-                "the average is not whole: a call was interrupted half-way; load a saved state, "
-                "or create a new average"
+                "the average is not whole: a call was interrupted in the middle; load a saved "
+                "state, or create a new average"
             )
         return self._due - left
 
     @property
     def size(self) -> float:
-        """The size of the window, k_t: what was asked for. `profile` has what was got.
-
-        An `AnyTail` has none of its own, and raises.
+        """The size of the window, k_t. An `AnyTail`, which has no window, raises.
 
         Examples:
             >>> average = TailAverage(0.25)
@@ -343,7 +337,7 @@ class TailAverage:
         return size_of(self.rule, None, self.count)
 
     def weights(self, window: Reading | None = None) -> Reals:
-        """The weight of each of the `count` samples, oldest first.
+        """Return the weight of each of the `count` samples, oldest first.
 
         Examples:
             >>> average = TailAverage(2)
@@ -355,7 +349,7 @@ class TailAverage:
         return dense_weights(self.rule, clock.starts, clock.count, window)
 
     def profile(self, window: Reading | None = None) -> Profile:
-        """A summary of the weights: effective size, mean age, oldest age.
+        """Return a summary of the weights: effective size, mean age, oldest age.
 
         Examples:
             >>> average = TailAverage(100)
@@ -371,12 +365,11 @@ class TailAverage:
 
     @np.errstate(all="ignore")
     def standard_error(self, window: Reading | None = None) -> Any:
-        """The standard error of `value`, from how much the means of its blocks differ.
+        """Return the standard error of `value`, estimated from the spread of the block means.
 
-        Samples that are alike for a while, as those of a training are, make it larger, as they
-        should; so does a trend within the window. The more blocks, the steadier: use twelve
-        accumulators. NaN while fewer than four blocks have a weight, as with an `Exponential`, or
-        with three accumulators: the spread of so few says little.
+        The estimate allows for autocorrelated samples; a trend within the window makes it larger.
+        With more blocks it is less noisy: use twelve accumulators. It is NaN if fewer than four
+        blocks have a weight, as with an `Exponential` or with three accumulators.
 
         Examples:
             >>> from tailavg import AnytimeWindow
@@ -391,20 +384,20 @@ class TailAverage:
             raise layout.nothing_yet("standard_error")
         sizes, weights = (np.array(each) for each in block_weights(self.rule, starts, t, window))
         means, folded, rest = self._arrays()
-        means[-1:] += (rest - (t - folded) * means[-1:]) / sizes[-1]  # of the open block, whole
+        means[-1:] += (rest - (t - folded) * means[-1:]) / sizes[-1]  # add the sum to its block
         used = weights > 0.0
         sizes, weights, means = sizes[used], weights[used], means[used]
         if len(sizes) < SPREAD:
             return np.nan if self._shape is None else np.full(self._shape, np.nan, self._dtype)
         apart = np.abs(means - np.tensordot(sizes / sizes.sum(), means, 1))
-        scale = np.max(apart, axis=0)  # of the largest floats, squares would be infinite
-        parts = apart / np.where(scale > 0, scale, 1.0)
-        variance = np.tensordot(sizes, parts**2, 1) / (len(sizes) - 1)  # of a sample
+        scale = np.max(apart, axis=0)  # the squares of the largest floats would be infinite
+        scaled = apart / np.where(scale > 0, scale, 1.0)
+        variance = np.tensordot(sizes, scaled**2, 1) / (len(sizes) - 1)  # of a sample
         error = scale * np.sqrt(variance * np.sum(weights**2 / sizes))
         return error.item() if self._shape is None else error.astype(self._dtype)
 
     def state_dict(self) -> dict[str, Any]:
-        """All there is to know, as plain data in the layout of `tailavg.io.state`.
+        """Return the whole state as plain data, in the layout of `tailavg.io.state`.
 
         Examples:
             >>> average = TailAverage(4)
@@ -429,7 +422,7 @@ class TailAverage:
         )
 
     def _arrays(self) -> tuple[Array, int, Array]:
-        """Copies of the means, the step up to which samples are in them, and of the sum since."""
+        """Return copies of the means, the step up to which they go, and a copy of the sum since."""
         clock, shape = self._now, self._shape or ()
         means, folded, total = self._means, clock.folded, self._sum
         if self._samples is not None:
@@ -442,9 +435,9 @@ class TailAverage:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Self:
-        """The average that `state_dict` saved; it goes on as if it had never stopped.
+        """Return the average that `state_dict` saved. A resumed run is bit-identical.
 
-        A state that another framework saved is accepted if it is of one array.
+        A state that another framework saved is accepted if it has one array.
         """
         state = layout.check(state)
         if isinstance(state["partial"], Mapping):
@@ -461,7 +454,7 @@ class TailAverage:
         empty = not (starts or folded or np.any(state["partial"]))
         if count < 0 or len(starts) != len(state["blocks"]) or (count == 0) != empty:
             raise ValueError(
-                f"state: sizes do not add up: count {count}, {len(starts)} starts, "
+                f"corrupt state: count {count}, {len(starts)} block starts, "
                 f"{len(state['blocks'])} blocks"
             )
         if count:
@@ -488,14 +481,15 @@ class TailAverage:
         return average
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the state to one file (npz, no pickle), whole or not at all."""
+        """Write the state to a file (npz without pickle), atomically."""
         layout.write_file(path, self.state_dict())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """The average that `save` wrote, or `ParameterAverage.save` of a single tensor.
+        """Return the average that `save` wrote.
 
-        Or `tailavg stream --state`, of one column and one window, without `--by`.
+        It also reads what `ParameterAverage.save` wrote of a single tensor, and what `tailavg
+        stream --state` wrote of one column and one window, without `--by`.
 
         Examples:
             >>> import tempfile
@@ -509,7 +503,7 @@ class TailAverage:
         return cls.from_state_dict(layout.read(path))
 
     def copy(self) -> Self:
-        """Return an average in the same state, that goes its own way from here."""
+        """Return an independent copy."""
         _ = self.count  # a broken average says so
         copy = object.__new__(type(self))
         for name in TailAverage.__slots__[1:]:
@@ -527,20 +521,20 @@ class TailAverage:
 
     def __getstate__(self) -> Any:
         _ = self.count  # a broken average says so
-        self._reader = None  # it is found again
+        self._reader = None  # a function cannot be pickled
         return object.__getstate__(self)
 
     def __eq__(self, other: object) -> bool:
-        """Whether both are in the same state: equal numbers, and a NaN equals a NaN."""
+        """Return whether both have the same state. A NaN equals a NaN."""
         if not isinstance(other, TailAverage):
             return NotImplemented
-        (mine, *arrays), (its, *others) = self._described(), other._described()
-        return mine == its and all(
+        (mine, *arrays), (theirs, *others) = self._described(), other._described()
+        return mine == theirs and all(
             np.array_equal(*pair, equal_nan=True) for pair in zip(arrays, others, strict=True)
         )
 
     def _described(self) -> tuple[Any, Array, Array]:
-        """All there is to know: what is equal if it is equal, and two arrays."""
+        """Return the state as a tuple to compare with ==, and two arrays."""
         blocks, folded, partial = self._arrays()
         clock = self._clock
         described = self.rule, self._nan_policy, self._dtype, self._shape
@@ -559,11 +553,11 @@ class TailAverage:
     # Changes.
 
     def _atomically(self, change: Callable[..., Any], *arguments: Any) -> Any:
-        """Change the average, from the clock's count on. It takes full effect or none."""
+        """Call `change` and commit it. If that fails, restore the state before the call."""
         clock = self._now
         step = clock.count, clock.blocks, clock.folded
         kind = self._dtype, self._shape, self._number, self._scratch
-        held = self._means, self._sum, self._samples
+        numbers = self._means, self._sum, self._samples
         self._left = None
         try:
             result = change(*arguments)
@@ -571,7 +565,7 @@ class TailAverage:
         except BaseException:
             self._left = None  # if this is interrupted, too, the average says that it is broken
             self._dtype, self._shape, self._number, self._scratch = kind
-            self._means, self._sum, self._samples = held
+            self._means, self._sum, self._samples = numbers
             self._clock = clock
             clock.resume(*step)
             self._commit()
@@ -579,7 +573,7 @@ class TailAverage:
         return result
 
     def _commit(self) -> None:
-        """Count the samples that the clock has counted."""
+        """Take over the count of the clock, and prepare the next updates."""
         clock = self._clock
         t, self._reader = clock.count, None
         quick = t and self._samples is None
@@ -592,12 +586,12 @@ class TailAverage:
 
     @property
     def _now(self) -> Any:
-        """The clock, at this step: updates count without it until something is due."""
+        """The clock, set to this step: simple updates do not touch it."""
         self._clock.count = self.count
         return self._clock
 
     def _begin(self, shape: tuple[int, ...] | None, dtype: np.dtype[Any]) -> None:
-        """Fix the shape and dtype of the samples, and make room for them."""
+        """Fix the shape and dtype of the samples, and allocate the sum."""
         if self._dtype is None:
             exact = dtype.kind in "biu" or shape is None
             self._dtype = np.result_type(dtype, np.float64 if exact else np.float32)
@@ -612,12 +606,12 @@ class TailAverage:
             self._scratch = aligned_zeros(shape or (), self._dtype)
 
     def _begin_with(self, samples: Array) -> None:
-        """Begin with the first of many samples, if there was none before."""
+        """Call `_begin` if these are the first samples."""
         if not self._clock.count:
             self._begin(samples.shape[1:] if samples.ndim > 1 else None, samples.dtype)
 
     def _set_sum(self, total: Any) -> None:
-        """Begin a new sum; the old one stays as it is."""
+        """Begin a new sum. The old one is not overwritten."""
         if self._number:
             self._sum = float(total)
         else:
@@ -669,20 +663,20 @@ class TailAverage:
         return row.item() if self._number else row.reshape(self._shape or ())
 
     def _pool(self, rows: Array) -> None:
-        """Take many samples in blocks. Only those whose blocks are there at the end are looked at.
+        """Take many samples in blocks. Samples of blocks that are dropped on the way are not read.
 
-        A block at the end may have several of the start, if they were merged.
+        A block at the end may contain several blocks of the start, if they were merged.
         """
         clock = self._clock
         self._prepare()
-        before, opened, rest = clock.count, clock.blocks[-1], clock.count - clock.folded
-        held = list(zip(pairwise([*clock.blocks, clock.folded]), self._means, strict=True))
+        before, opened, in_sum = clock.count, clock.blocks[-1], clock.count - clock.folded
+        blocks = list(zip(pairwise([*clock.blocks, clock.folded]), self._means, strict=True))
         summed = self._sum
         clock.advance(before + len(rows))
         self._means, total = [], 0.0
         for start, end in pairwise([*clock.blocks, clock.count]):
             mean, size = 0.0, 0
-            for (first, last), other in held:
+            for (first, last), other in blocks:
                 if start <= first < last <= end:
                     size += last - first
                     w = (last - first) / size
@@ -692,17 +686,17 @@ class TailAverage:
             if fresh:
                 total = self._shaped(sum_rows(new, self._dtype))  # type: ignore[arg-type]
             if start <= opened < end:
-                total, fresh = total + summed, fresh + rest
+                total, fresh = total + summed, fresh + in_sum
             if fresh and end < clock.count:
                 mean, _ = joined(mean, total, fresh, fresh / (end - start), end - start)
             self._means.append(self._as_mean(mean) if size or fresh else 0.0)
-        if clock.overfull:  # in double precision, until it is folded
+        if clock.overfull:  # the total is in double precision until it is folded
             mean, total = joined(self._means[-1], total, *clock.fold())
             self._means[-1] = self._as_mean(mean)
         self._set_sum(total)
 
     def _table(self) -> Table:
-        """What is held, as a table of one row."""
+        """Return the state as a table of one row."""
         clock, width = self._clock, math.prod(self._shape or ())
         table = Table(self.rule, 1, width, self._dtype)  # type: ignore[arg-type]
         table.counts[0], table.folded[0] = clock.count, clock.folded
@@ -713,10 +707,10 @@ class TailAverage:
         return table
 
     def _restore(self, blocks: Array, partial: Array) -> None:
-        """Hold these means and this sum. The clock has been restored."""
+        """Set the means and the sum. The clock has been restored."""
         if self._samples is not None:
             if partial.any():
-                raise ValueError("state: partial: expected nothing beside the samples, got a sum")
+                raise ValueError("corrupt state: an ExactWindow has no partial sum")
             self._samples = Samples(blocks.reshape(len(blocks), partial.size))
             return
         empty = len(self._means) - len(blocks)
@@ -724,7 +718,7 @@ class TailAverage:
         self._set_sum(partial)
 
     def _hold(self, table: Table, row: int = 0) -> None:
-        """Hold what a row of a table holds."""
+        """Take over the state of a row of a table."""
         self._clock = table.clock(row)
         means, total = table.means[row], table.sums[row]
         if self._number:
@@ -737,7 +731,7 @@ class TailAverage:
     # Checks.
 
     def _checked(self, x: Any) -> Array | None:
-        """A sample as an array; None if it is to be left out."""
+        """Return a sample as an array, or None if it is skipped."""
         sample = numbers(x, "sample")
         self._check_kind(sample.shape, sample.dtype)
         if self._nan_policy != "propagate" and np.isnan(sample).any():
@@ -747,11 +741,11 @@ class TailAverage:
         return sample
 
     def _checked_rows(self, xs: Array) -> tuple[Array, npt.NDArray[np.bool_] | None]:
-        """Samples as rows of a matrix; and which are kept, if any is left out."""
+        """Return samples as rows of a matrix, and which of them are kept, if any is skipped."""
         if xs.ndim == 0:
-            raise ValueError(f"samples: expected a sequence of them, got the number {xs}")
+            raise ValueError(f"samples: expected a sequence, got the number {xs}")
         if len(xs) == 0:
-            raise ValueError("samples: expected at least one, got an empty chunk")
+            raise ValueError("samples: expected at least one sample, got none")
         self._check_kind(xs.shape[1:], xs.dtype)
         rows: Array = xs.reshape(len(xs), math.prod(xs.shape[1:]))
         kept = None
@@ -768,15 +762,18 @@ class TailAverage:
 
     def _check_kind(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         if self.count and shape != (self._shape or ()):
-            raise ValueError(f"sample: expected shape {self._shape or ()}, as before, got {shape}")
+            raise ValueError(
+                f"sample: expected shape {self._shape or ()}, as the first sample, got {shape}"
+            )
         if self._dtype is not None and dtype.kind == "c" and self._dtype.kind != "c":
             raise TypeError(f"sample: expected real numbers for {self._dtype}, got {dtype}")
 
 
 def _reader(clock: Any, means: list[float]) -> Callable[[int, float], float | None] | None:
-    """A function of the step and the sum that reads numbers, until something is due.
+    """Return a function of the step and the sum that reads numbers until something is due.
 
-    It gives the sum of the clock's `terms`, to the last bit, or None where it no longer applies.
+    Its results are bit-identical to the sum of the clock's `terms`. It returns None at a step that
+    it does not cover.
     """
     if isinstance(clock, DecayClock):
         folded, decay, scales, mean = clock.folded, clock.decay, clock.scales, means[0]
@@ -817,13 +814,13 @@ def _reader(clock: Any, means: list[float]) -> Callable[[int, float], float | No
 
 
 def has_nan(xs: Array) -> bool:
-    """Whether there is a NaN: the sum is one then, which is found faster."""
+    """Return whether there is a NaN. The sum is then NaN, which is faster to check."""
     with np.errstate(all="ignore"):
         return bool(np.isnan(xs.sum()) and np.isnan(xs).any())
 
 
 def numbers(x: Any, what: str) -> Array:
-    """`x` as an array of real or complex numbers."""
+    """Return `x` as an array of real or complex numbers."""
     if _is_masked(x):
         raise TypeError(
             f"{what}: expected numbers, got a masked array; fill it with NaN and see nan_policy"
@@ -842,7 +839,7 @@ def numbers(x: Any, what: str) -> Array:
 
 
 def _is_masked(x: Any) -> bool:
-    """Whether `x`, or anything in a list, is a masked array: its mask would be lost."""
+    """Return whether `x`, or anything in a list, is a masked array, whose mask would be lost."""
     if not isinstance(x, list | tuple):
         return isinstance(x, np.ma.MaskedArray)
     kinds = set(map(type, x))
@@ -851,11 +848,11 @@ def _is_masked(x: Any) -> bool:
     return any(issubclass(kind, list | tuple) for kind in kinds) and any(map(_is_masked, x))
 
 
-def _accumulator_dtype(asked: npt.DTypeLike) -> np.dtype[Any]:
+def _accumulator_dtype(given: npt.DTypeLike) -> np.dtype[Any]:
     try:
-        dtype = np.dtype(np.dtype(asked).type)  # NumPy's own object, that updates compare with
+        dtype = np.dtype(np.dtype(given).type)  # NumPy's own object: `update` compares with `is`
     except (TypeError, ValueError, SyntaxError):
         dtype = None
     if dtype is None or dtype.kind not in "fc" or np.finfo(dtype).bits < 32:
-        raise TypeError(f"dtype: expected float32, float64 or a complex one, got {shown(asked)}")
+        raise TypeError(f"dtype: expected float32, float64 or a complex one, got {shown(given)}")
     return dtype

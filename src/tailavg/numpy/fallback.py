@@ -1,7 +1,7 @@
-"""Scans by array operations, for machines without numba.
+"""Scans by array operations, for machines without numba and for a `Decay`.
 
-They give what `tailavg.numpy.kernel` gives, up to the last few digits. Samples are the rows of a
-matrix, and so are the means of blocks; `means` and `sums` are changed in place.
+The results are those of `tailavg.numpy.kernel` up to rounding. Samples are the rows of a matrix,
+and so are the means of blocks. `means` and `sums` are changed in place.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from tailavg.numpy.arithmetic import Array, joined, wide
 
 __all__ = ["scan_blocks", "scan_decaying", "scan_exact"]
 
-CHUNK = 30_000
-"""How many numbers are taken at once: few enough for the cache."""
+CHUNK = 1 << 16
+"""How many numbers are scanned at a time: few enough for the cache."""
 
-_SMALLEST = 2.0**-32  # how far a chunk may decay: a double has digits to spare
+_SMALLEST = 2.0**-32  # how far a chunk may decay: float64 has digits to spare
 
 
 def block_weights(
     blocks: Sequence[int], steps: Array, window: Window | Decay
 ) -> tuple[Array, list[tuple[int, Any, Array]]]:
-    """Return the weight of each sample of the open block at some steps, and those of closed blocks.
+    """Return weights at some steps: of each sample of the open block, and of closed blocks.
 
-    Of the latter, oldest first: the block, the indices of the steps at which it has weights, and
-    these weights. Blocks without a weight are left out, since 0 times a NaN would be a NaN.
+    The latter are a list, oldest first, of the block, the indices of the steps at which it has a
+    weight, and these weights. Blocks without a weight are left out, since 0 times NaN is NaN.
     """
     ends, k = blocks[1:], window.size(steps)
     if isinstance(window, Decay):
@@ -45,7 +45,7 @@ def block_weights(
         used = [(block, np.flatnonzero(weight)) for block, weight in enumerate(of_ages)]
         return each, [(block, where, of_ages[block][where]) for block, where in used]
     each, parts, begin = np.empty(len(steps)), [], 0
-    for oldest in range(len(blocks)):  # that has a weight: there are k samples from its start on
+    for oldest in range(len(blocks)):  # the oldest block that has a weight
         end = len(steps)
         if oldest < len(ends):
             end = int(np.searchsorted(steps - k, ends[oldest]))
@@ -66,7 +66,7 @@ def block_weights(
 def scan_blocks(
     clock: BlockClock, means: Array, sums: Array, xs: Array, out: Array, window: Window | Decay
 ) -> None:
-    """Scan samples in blocks; the clock goes along. Equal blocks are taken many at a time."""
+    """Scan samples in blocks, and advance the clock. Many equal blocks are taken at a time."""
     dtype, width, last, done = wide(means.dtype), xs.shape[1], len(means) - 1, 0
     total = sums.astype(dtype)
     while done < len(xs):
@@ -83,12 +83,12 @@ def scan_blocks(
         averages = each[:, None] * running
         if clock.folded > blocks[-1]:
             averages += (each * (clock.folded - blocks[-1]))[:, None] * means[last]
-        # of the closed blocks before each of these, one after another
-        held = np.concatenate([means[:last].astype(dtype), running[:-1, -1] / n])
+        # the closed blocks before these, and these; each block reads its own predecessors
+        closed = np.concatenate([means[:last].astype(dtype), running[:-1, -1] / n])
         for block, where, weight in parts:
-            averages[:, where] += weight[:, None] * held[block : block + many, None]
+            averages[:, where] += weight[:, None] * closed[block : block + many, None]
         out[done : done + many * n] = averages.reshape(many * n, width)
-        means[:last], total = held[many - 1 :], running[-1, -1]
+        means[:last], total = closed[many - 1 :], running[-1, -1]
         done += many * n
         if many > 1:
             clock.advance(t + many * n)
@@ -101,7 +101,7 @@ def scan_blocks(
 
 
 def _close(clock: BlockClock, means: Array, total: Array) -> Array:
-    """Close the open block if that is due. Return the sum of the samples in no mean."""
+    """Close the open block if it is full. Return the sum of the samples in no mean."""
     if clock.count < clock.closes:
         return total
     if clock.count > clock.folded:
@@ -144,7 +144,7 @@ def scan_decaying(clock: DecayClock, mean: Array, xs: Array, out: Array | None) 
             factor, scale = (part[:, None] for part in both)
             n = len(scale)
             x = xs[done : done + n]
-            start = decay * mean if decay else 0.0  # 0 times a NaN would be a NaN
+            start = decay * mean if decay else 0.0  # 0 times NaN is NaN
             if out is not None:
                 averages = scale * (start + np.cumsum(factor * x, axis=0))
             else:
@@ -157,13 +157,13 @@ def scan_decaying(clock: DecayClock, mean: Array, xs: Array, out: Array | None) 
 
 
 def scan_exact(clock: SampleClock, before: Array, xs: Array, out: Array) -> None:
-    """Scan exact windows, of which the samples `before` are held.
+    """Scan exact windows; `before` are the stored samples.
 
-    Sums of runs of 1, 2, 4, … samples make those of any length: nothing is subtracted.
+    A sum of any length is put together from sums of 1, 2, 4, … samples: nothing is subtracted.
     """
     runs = np.concatenate([before, xs]).astype(wide(out.dtype))
     lengths = clock.rule.samples(np.arange(clock.count + 1, clock.count + len(xs) + 1))
-    ends = np.arange(len(before), len(runs))  # where what is left of each window ends
+    ends = np.arange(len(before), len(runs))  # where the part not yet added of each window ends
     sums: Any = np.zeros((len(xs), xs.shape[1]), runs.dtype)
     run = 1
     while run <= lengths.max():

@@ -1,13 +1,15 @@
 """The loops of scans: plain Python, compiled by numba if it is installed.
 
-Each loop does what `update` and `value` do one by one, by the same operations in the same order, so
-that results are bit-identical. `tailavg.numpy.table` calls them; without numba, it calls the array
-operations of `tailavg.numpy.fallback` instead.
+Each loop does what `update` and `value` do sample by sample, with the same operations in the same
+order, so results are bit-identical. `tailavg.numpy.table` calls the loops. Without numba it calls
+the array operations of `tailavg.numpy.fallback` instead.
 
-Samples are the rows of a matrix `xs`, and the averages after each are the rows of `out`; a stream
-of numbers is a matrix with one column. What an average holds is changed in place: the `means` and
-`starts` of its blocks, oldest first, and in `sums` the sum of the samples since step `folded`. A
-window is six numbers: see `window_numbers`.
+Samples are the rows of a matrix `xs`, and the averages after each sample are the rows of `out`; a
+stream of numbers is a matrix with one column. The state is changed in place: the `means` and
+`starts` of the blocks, oldest first, and in `sums` the sum of the samples since step `folded`. A
+window is a tuple of six numbers: see `window_numbers`.
+
+Read `scan_blocks` first, then the functions that it calls.
 """
 
 from __future__ import annotations
@@ -29,27 +31,28 @@ from tailavg.core.windows import TIE, Fixed, Window
 __all__ = ["LONG", "SHORT", "installed", "kernel", "window_numbers"]
 
 LONG = 20_000
-"""So many numbers are worth the import of numba, which takes half a second."""
+"""From this many numbers on, importing numba, which takes half a second, pays."""
 
 SHORT = 1_000
-"""With fewer numbers, plain loops take no longer than numba takes to read its cache."""
+"""Below this many numbers, plain loops are faster than reading numba's cache."""
 
 FEW = 30
-"""So many numbers are scanned by plain loops as fast as by array operations."""
+"""Up to this many numbers, plain loops are as fast as array operations."""
 
 GROUPED = 10
-"""A number of one of many groups takes as long as so many numbers of one group."""
+"""With many groups, a number takes as long as this many numbers of a single group."""
 
 _TIE = float(TIE)
-_TOGETHER = 1024  # samples of small blocks that are weighed together: they stay in the cache
-_RAMP = np.arange(1.0, FOLD + 1.0)  # compiled code has no fast way from integers to floats
+_TOGETHER = 1024  # samples of small blocks that are weighed together, in the cache
+_RAMP = np.arange(1.0, FOLD + 1.0)  # compiled code converts integers to floats slowly
 
 
 def window_numbers(window: Window) -> tuple[float, float, float, float, float, float]:
-    """Return a window as numbers: k_t is t times the first by the second, between the next two.
+    """Return a window as numbers, for `size_at` and `decay_at`.
 
-    The fifth is 0 if a size is to be rounded where it misses a whole number by a `TIE`. The last is
-    how much the window grows with each sample, between its bounds.
+    k_t is t times the first number divided by the second, but between the third and the fourth. The
+    fifth is 0 if a size within a `TIE` of a whole number is rounded to it. The last is how much the
+    window grows with each sample, between its bounds.
 
     Examples:
         >>> from tailavg import Fixed, Growing
@@ -100,14 +103,14 @@ def fold_sums(means: Any, sums: Any, total: Any, weight: Any, carry: Any) -> Non
         step = (fresh - mean[j]) * kind(weight)
         joint = mean[j] + step
         lost = (step - (joint - mean[j])) * kind(carry)
-        if lost - lost != 0.0:  # there is no difference of infinities
+        if lost - lost != 0.0:  # inf - inf is NaN
             joint = mean[j] * kind(1.0 - weight) + fresh * kind(weight)
             lost = kind(0.0)
         mean[j], sums[j] = joint, lost
 
 
 def open_block(means: Any, starts: Any, gone: int, t: int) -> None:
-    """Open a block at step t. Block `gone` makes room, or is merged with the one before it."""
+    """Open a block at step t. Block `gone` is dropped, or merged with the one before it."""
     kind = means.dtype.type
     last = len(starts) - 1
     if gone > 0:
@@ -329,27 +332,27 @@ def scan_small_blocks(
     out: Any,
     means: Any,
     sums: Any,
-    rest: int,
+    in_sum: int,
     t: int,
     plan: Any,
     window: Any,
     each: Any,
     of_old: Any,
 ) -> None:
-    """As `scan_blocks`, for small blocks of numbers that are all alike: many side by side.
+    """Do the work of `scan_blocks` for small, equal blocks of numbers: many side by side.
 
-    Each block before step t is full, the last `rest` samples are in the sum, and the plan begins
-    with a turn. The last block is left open. The weights are written to `each` and `of_old`.
+    Each block before step t is full, the last `in_sum` samples are in the sum, and the plan begins
+    with a turn. The last block stays open. `each` and `of_old` are buffers for the weights.
     """
     kind = xs.dtype.type
     closed, size = len(means) - 1, len(each)
-    if rest > 0:
-        fold_sums(means, sums, rest, rest / size, size)
+    if in_sum > 0:
+        fold_sums(means, sums, in_sum, in_sum / size, size)
     most = max(1, _TOGETHER // size)
-    held = np.empty(closed + most, xs.dtype)  # the means of these blocks, and of those before
+    averages = np.empty(closed + most, xs.dtype)  # of the blocks before these, and of these
     room = np.empty(most, xs.dtype)
     for block in range(closed):
-        held[block] = means[block + 1, 0]
+        averages[block] = means[block + 1, 0]
     place = 0
     for run in range(len(plan)):
         oldest, until = plan[run, 1], place + plan[run, 0]
@@ -363,7 +366,7 @@ def scan_small_blocks(
         for block in range(n):
             at = opened + block * size
             sums[0] = add_numbers(xs[at : at + size], out[at : at + size], kind(0.0))
-            held[closed + block] = sums[0] / kind(size)
+            averages[closed + block] = sums[0] / kind(size)
         table = out[opened : opened + n * size].reshape(n, size)
         place = 0
         for run in range(len(plan)):
@@ -374,25 +377,25 @@ def scan_small_blocks(
                     for block in range(n):
                         table[block, i] *= of_sum
                     continue
-                older_means = held[oldest : oldest + n]
+                older_means = averages[oldest : oldest + n]
                 for block in range(n):
                     room[block] = of_oldest * older_means[block]
                 for other in range(oldest + 1, closed):
-                    between = held[other : other + n]
+                    between = averages[other : other + n]
                     for block in range(n):
                         room[block] += of_block * between[block]
                 for block in range(n):
                     table[block, i] = room[block] + of_sum * table[block, i]
             place += plan[run, 0]
         for block in range(closed):
-            means[block, 0] = held[n - 1 + block]
+            means[block, 0] = averages[n - 1 + block]
         for block in range(closed):
-            held[block] = held[n + block]
+            averages[block] = averages[n + block]
     means[closed, 0] = 0.0
 
 
 def fill_factors(scales: Any, factors: Any, folded: int, least: int, window: Any) -> Any:
-    """`tailavg.core.clock.factors`: how many there are, and the decay of the first sample."""
+    """Fill in `tailavg.core.clock.factors`. Return their number, and the first decay."""
     for i in range(FOLD):
         scales[i] = decay_at(float(folded) + _RAMP[i], window)
     decay = scales[0]
@@ -410,7 +413,7 @@ def fill_factors(scales: Any, factors: Any, folded: int, least: int, window: Any
 
 
 def add_decaying(xs: Any, out: Any, factors: Any, total: Any) -> Any:
-    """As `add_numbers`, of numbers times factors."""
+    """Write the sum of numbers times factors after each number, and return the last one."""
     kind = xs.dtype.type
     for i in range(len(xs)):
         total += xs[i] * kind(factors[i])
@@ -421,7 +424,7 @@ def add_decaying(xs: Any, out: Any, factors: Any, total: Any) -> Any:
 def weigh_decayed(out: Any, scales: Any, decay: Any, mean: Any) -> None:
     """Turn sums with factors into averages."""
     kind = out.dtype.type
-    if decay == 0.0:  # 0 times a NaN would be a NaN
+    if decay == 0.0:  # 0 times NaN is NaN
         for i in range(len(out)):
             out[i] = kind(scales[i]) * out[i]
     else:
@@ -459,9 +462,9 @@ def scan_decaying(
     steady: int,
     window: Any,
 ) -> None:
-    """Scan each group of samples in an exponential average, whose decay is constant from `steady`.
+    """Scan the samples of each row of a table into an exponential average.
 
-    If `out` is empty, nothing is written.
+    The decay is constant from step `steady` on. If `out` is empty, averages are not computed.
     """
     numbers, averages = xs.reshape(xs.size), out.reshape(out.size)
     scales, factors, room = np.empty(FOLD), np.empty(FOLD), np.empty(FOLD, xs.dtype)
@@ -498,11 +501,11 @@ def scan_decaying(
 
 
 def scan_exact(xs: Any, first: int, out: Any, t: int, window: Any, most: int) -> None:
-    """Scan exact windows over numbers; `xs` has the last `first` of those before, too.
+    """Scan exact windows over numbers. `xs` begins with the `first` samples that are stored.
 
-    A window of n samples is cut at the last multiple of the largest power of 2 up to n. What comes
-    before the cut is summed backwards, what comes after it forwards: no sample is ever subtracted.
-    `most` is the most samples that a window has.
+    A window of n samples is cut at the last multiple of the largest power of 2 up to n. The samples
+    before the cut are summed backwards, those after it forwards: no sample is ever subtracted.
+    `most` is the size of the largest window.
     """
     before = np.zeros(most + 1)  # the sums of so many samples before the cut
     after = 0.0
@@ -527,7 +530,7 @@ def scan_exact(xs: Any, first: int, out: Any, t: int, window: Any, most: int) ->
 
 
 def sort_groups(codes: Any, bounds: Any, order: Any) -> None:
-    """A stable counting sort: `order` becomes the rows of group 0, then those of group 1, …
+    """Sort rows by group, stably: `order` becomes the rows of group 0, then of group 1, …
 
     `bounds` says where each group begins; it is overwritten.
     """
@@ -568,11 +571,11 @@ def installed() -> bool:
 
 
 def kernel(numbers: int, groups: int = 1, *, same_bits: bool = False) -> SimpleNamespace | None:
-    """Return the loops to scan so many numbers with, by name; None to do without them.
+    """Return the loops, by name, to scan this many numbers with; None for array operations.
 
-    They are compiled, or plain Python if there are few numbers. Results are bit-identical. Without
-    numba, array operations are faster, unless there are only a few numbers in each group. Their
-    last digits differ: with `same_bits`, plain loops are used instead.
+    The loops are compiled, or plain Python if there are few numbers. Results are bit-identical.
+    Without numba, array operations are faster unless each group has only a few numbers. They round
+    differently: with `same_bits`, plain loops are used instead.
     """
     if not installed():
         return _PLAIN if same_bits or numbers <= FEW * groups else None
@@ -591,11 +594,11 @@ def _compiled() -> SimpleNamespace | None:
     except ImportError as error:  # as of another version of NumPy
         warnings.warn(f"numba cannot be imported, so scans are slower: {error}", stacklevel=3)
         return None
-    found = dict(globals())
-    for loop in _LOOPS:  # a copy that finds the compiled ones under the names of the plain ones
-        copy = FunctionType(loop.__code__, found, loop.__name__)
+    names = dict(globals())  # the compiled loops find each other here, by the same names
+    for loop in _LOOPS:
+        copy = FunctionType(loop.__code__, names, loop.__name__)
         try:
-            found[loop.__name__] = njit(cache=True, error_model="numpy")(copy)
-        except RuntimeError:  # there is no folder that a cache could be written to
-            found[loop.__name__] = njit(error_model="numpy")(copy)
-    return SimpleNamespace(**{loop.__name__: found[loop.__name__] for loop in _LOOPS})
+            names[loop.__name__] = njit(cache=True, error_model="numpy")(copy)
+        except RuntimeError:  # there is no writable folder for a cache
+            names[loop.__name__] = njit(error_model="numpy")(copy)
+    return SimpleNamespace(**{loop.__name__: names[loop.__name__] for loop in _LOOPS})

@@ -13,8 +13,8 @@ __all__ = ["Samples"]
 class Samples:
     """The last samples, in order, as the rows of a matrix; the newest is just before `_end`.
 
-    Rows are only ever written behind those that are kept, so a copy of the two attributes taken
-    before a change still has the samples from before it.
+    New rows are only written behind the kept ones. So a copy of the two attributes that was taken
+    before a change still has the samples of that time.
     """
 
     __slots__ = ("_buffer", "_end")
@@ -33,7 +33,7 @@ class Samples:
         return self._buffer[self._end - n : self._end]
 
     def added(self, rows: Array, needed: int) -> Samples:
-        """Return these samples and more; the last `needed` of them are kept."""
+        """Return these samples followed by `rows`, of which the last `needed` are kept."""
         rows = rows[-needed:]
         kept = self
         if self._end + len(rows) > len(self._buffer):

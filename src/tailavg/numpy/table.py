@@ -1,8 +1,8 @@
-"""`Table`: what averages of one rule hold, side by side in arrays, and every scan.
+"""`Table`: the states of many averages of one rule, in arrays, and every scan.
 
 A `TailAverage` is scanned as a table of one row, a `TailAverages` is a table with a row for each
-key, and Spark's states are rows in bytes. Rows are scanned by the compiled loops of `kernel`, or
-without numba by the array operations of `fallback`.
+key, and Spark stores rows as bytes. The loops of `kernel` scan the rows; without numba, the array
+operations of `fallback` do.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from tailavg.numpy.kernel import window_numbers
 __all__ = ["Table", "record_type"]
 
 LONGEST = 1 << 20
-"""The steps of a plan that rows share; a row with more samples has its own."""
+"""The steps of a plan that rows share; a row with more samples gets a plan of its own."""
 
 SMALL = 256
-"""Blocks of at most so many samples are scanned side by side, if they repeat."""
+"""Repeating blocks of at most this many samples are scanned side by side."""
 
-_WEIGHTS = 1 << 16  # that are kept for blocks that repeat: more do not stay in a cache
+_WEIGHTS = 1 << 16  # kept for repeating blocks; more do not fit into the cache
 _FLOAT64 = np.dtype(np.float64)
 _FIELDS = ("counts", "folded", "starts", "means", "sums")
 
 
 class Table:
-    """Averages of one rule, a row each. A rule that keeps samples (`ExactWindow`) has no table.
+    """Averages of one rule, a row each. An `ExactWindow`, which stores samples, has no table.
 
     Args:
-        rule: The rule.
-        rows: How many rows there are, all without samples.
-        width: How many numbers a sample has.
+        rule: The rule of every row.
+        rows: The number of rows. They have no samples yet.
+        width: The number of numbers in a sample.
         dtype: The dtype of means and sums.
 
     Examples:
@@ -56,13 +56,13 @@ class Table:
     counts: Array
     """The number of samples of each row."""
     folded: Array
-    """The step up to which they are in means."""
+    """The step up to which the samples are in means."""
     starts: Array
-    """The steps at which blocks start, oldest first; empty blocks come first, and start at 0."""
+    """The start of each block, oldest first. Empty blocks come first and start at 0."""
     means: Array
     """The means of the blocks."""
     sums: Array
-    """The sums of the samples since step `folded`: see `tailavg.io.state`, `partial`."""
+    """The sums of the samples since step `folded`."""
 
     def __init__(
         self, rule: Rule, rows: int = 0, width: int = 1, dtype: np.dtype[Any] = _FLOAT64
@@ -91,11 +91,11 @@ class Table:
             getattr(self, name)[rows] = getattr(other, name)
 
     def grow(self, rows: int) -> None:
-        """Add empty rows until there are so many."""
+        """Add empty rows up to this number of rows."""
         for name in _FIELDS:
-            held = getattr(self, name)
-            larger = np.zeros((rows, *held.shape[1:]), held.dtype)
-            larger[: len(held)] = held
+            field = getattr(self, name)
+            larger = np.zeros((rows, *field.shape[1:]), field.dtype)
+            larger[: len(field)] = field
             setattr(self, name, larger)
 
     def clock(self, row: int) -> Clock:
@@ -108,14 +108,14 @@ class Table:
 
     def records(self) -> Array:
         """Return the rows as records: see `record_type`."""
-        found = np.zeros(len(self), record_type(self.rule))
-        found["count"], found["folded"], found["starts"] = self.counts, self.folded, self.starts
-        found["blocks"], found["partial"] = self.means[:, :, 0], self.sums[:, 0]
-        return found
+        rows = np.zeros(len(self), record_type(self.rule))
+        rows["count"], rows["folded"], rows["starts"] = self.counts, self.folded, self.starts
+        rows["blocks"], rows["partial"] = self.means[:, :, 0], self.sums[:, 0]
+        return rows
 
     @classmethod
     def from_records(cls, rule: Rule, records: Array) -> Table:
-        """Return the rows that `records` gave."""
+        """Return the table that `records` came from."""
         table = cls(rule, len(records))
         table.counts[:], table.folded[:] = records["count"], records["folded"]
         table.starts[:] = records["starts"]
@@ -139,17 +139,17 @@ class Table:
         windows: Sequence[Any] = (None,),
         kernel: SimpleNamespace | None = None,
     ) -> Array:
-        """Take numbers, each of a row of the table, and return the averages of its row after each.
+        """Take numbers of several rows. Return after each number the average of its row.
 
         Args:
-            codes: The row of each number, in ascending order; None if there is one row.
+            codes: The row of each number, in ascending order; None if there is only one row.
             xs: The numbers.
-            counted: Which numbers are taken; the others leave the average of their row as it is.
+            counted: Which numbers to take; None takes all. The others repeat the last average.
             windows: As for `scan`.
             kernel: As for `scan`.
 
         Returns:
-            A row of averages for each window. An average without samples is NaN.
+            An array of averages for each window. An average without samples is NaN.
         """
         if codes is None:
             codes = np.zeros(0 if counted is None else len(xs), np.int64)
@@ -159,8 +159,8 @@ class Table:
             return self.scan(xs[:, None], bounds, windows, kernel)[:, :, 0]
         sizes = np.bincount(codes[counted], minlength=len(self))
         bounds = np.concatenate([[0], np.cumsum(sizes)])
-        latest = np.cumsum(counted) - 1  # that was counted, up to each number
-        own = latest >= bounds[codes]  # it is of the same row
+        latest = np.cumsum(counted) - 1  # the last number taken, up to each number
+        own = latest >= bounds[codes]  # whether it belongs to the same row
         before = np.full((len(windows), len(self)), np.nan)
         for row in np.unique(codes[~own]).tolist():
             if self.counts[row]:
@@ -177,17 +177,17 @@ class Table:
         windows: Sequence[Window | Decay | None] = (None,),
         kernel: SimpleNamespace | None = None,
     ) -> Array:
-        """Take samples, and return the averages after each, for each of several windows.
+        """Take samples. Return the average after each, for each of several windows.
 
         Args:
-            xs: Samples, as the rows of a matrix; those of a row of the table stand together.
+            xs: The samples, as rows of a matrix, sorted by the row of the table.
             bounds: Where the samples of each row begin, and where the last ones end.
             windows: What to read, if the rule is an `AnyTail`; otherwise [None].
-            kernel: The compiled loops, if they are to be used.
+            kernel: The loops to scan with; None for array operations.
         """
         out = np.empty((len(windows), *xs.shape), self.means.dtype)
         before = self.take(np.arange(len(self))) if len(windows) > 1 else self
-        # the last scan leaves what the rows then hold: a plain window is compiled
+        # the last scan leaves the state: let that be a compiled one, if any is
         order = sorted(range(len(windows)), key=lambda i: not isinstance(windows[i], Decay))
         for number, i in enumerate(order):
             if number:
@@ -267,11 +267,11 @@ class Table:
             assert isinstance(clock, DecayClock)
             of_mean, of_sum = clock.weights()
             if clock.count == clock.folded and clock.decay:
-                of_sum = 1.0 / clock.decay  # of what the last fold rounded off
+                of_sum = 1.0 / clock.decay  # the sum is the rounding error of the last fold
             mean = np.zeros(xs.shape[1], dtype)
-            for weight, held in ((of_mean, self.means[row, 0]), (of_sum, self.sums[row])):
-                if weight:  # 0 times a NaN would be a NaN
-                    mean += weight * held.astype(dtype)
+            for weight, values in ((of_mean, self.means[row, 0]), (of_sum, self.sums[row])):
+                if weight:  # 0 times NaN is NaN
+                    mean += weight * values.astype(dtype)
             mean = fallback.scan_decaying(clock, mean, xs[part], out[part] if len(out) else None)
             count = clock.count + len(xs[part])
             clock.resume(count, [0], count)
@@ -282,15 +282,15 @@ class Table:
             self.sums[row] = np.where(np.isfinite(lost), lost, 0.0)
 
     def add(self, xs: Array, kernel: SimpleNamespace | None) -> None:
-        """Take samples into an exponential average of one row, without reading it."""
+        """Take samples into an exponential average of one row, without reading averages."""
         nothing = np.empty((0, xs.shape[1]), xs.dtype)
         self._scan_decaying(xs, nothing, np.array([0, len(xs)]), kernel)
 
 
 def record_type(rule: Rule) -> np.dtype[Any]:
-    """Return the state of an average of numbers as a record, least significant byte first.
+    """Return the dtype of the state of an average of numbers: little-endian, a field each.
 
-    Its fields are those of `tailavg.io.state`; a block that is empty starts at 0.
+    The fields are those of `tailavg.io.state`; an empty block starts at 0.
 
     Examples:
         >>> from tailavg import AnytimeWindow
@@ -311,13 +311,13 @@ def record_type(rule: Rule) -> np.dtype[Any]:
 
 @lru_cache(maxsize=64)
 def _first_clock(rule: Rule) -> Clock:
-    """The clock of a rule before the first sample, to be copied."""
+    """Return the clock of a rule before the first sample, to be copied."""
     return clock_for(rule)
 
 
 @lru_cache(maxsize=16)
 def _plan(rule: Rule, window: Window, end: int) -> tuple[Array, Array]:
-    """The runs of `BlockClock.runs` from the first step on, and the steps at which they end."""
+    """Return the runs of `BlockClock.runs` from the first step on, and the steps at their ends."""
     clock = clock_for(rule)
     assert isinstance(clock, BlockClock)
     parts = [np.tile(runs, (repeats, 1)) for runs, repeats in clock.runs(end, window)]
