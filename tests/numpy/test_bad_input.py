@@ -7,7 +7,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from tailavg import AnytimeWindow, ExactWindow, Exponential, Growing, TailAverage
+from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, Fixed, Growing, TailAverage
 from tests.support.cases import of_rules
 
 NAN = math.nan
@@ -140,17 +140,31 @@ def test_complex_samples_are_refused_by_an_average_of_reals(rule, sample):
 
 @pytest.mark.parametrize("empty", [[], (), np.empty(0), np.empty((0, 2)), np.empty((0, 0, 3))])
 @few_rules
-def test_an_empty_chunk_is_refused(rule, empty):
+def test_an_empty_chunk_is_nothing(rule, empty):
     for average in (TailAverage(rule), started(rule, 1.0), started(rule, np.ones(2))):
-        refuses(
-            average,
-            lambda average: average.update_many(empty),
-            ValueError,
-            "expected at least one sample",
-        )
-        refuses(
-            average, lambda average: average.scan(empty), ValueError, "expected at least one sample"
-        )
+        before = average.copy()
+        average.update_many(empty)
+        assert len(average.scan(empty)) == 0
+        assert average == before
+    assert started(rule, np.ones(2)).scan([]).shape == (0, 2)
+    assert TailAverage(AnyTail()).scan([], [0.5, 1.0]).shape == (2, 0)
+
+
+def test_infinities_are_data_even_if_warnings_are_errors(recwarn):
+    for rule in (4, 1.0, Exponential(4)):
+        for plain in (True, False):  # with the fast path of `update`, and without it
+            average = TailAverage(rule)
+            for value in (1.0, math.inf, -math.inf, 2.0):
+                average.update(np.full(2, value) if plain else [value, value])
+            assert average.count == 4
+            assert np.isnan(average.value()).all()
+    assert not recwarn.list
+
+
+def test_an_any_tail_takes_no_window_when_it_is_created():
+    for window in (0.25, Fixed(100), Growing(0.5)):
+        with pytest.raises(TypeError, match=r"AnyTail takes its window when it is read: value\("):
+            AnyTail(window)
 
 
 @few_rules

@@ -56,11 +56,28 @@ def test_is_that_of_block_means(rule, window, shape):
         np.testing.assert_allclose(got, expected, rtol=1e-9)
 
 
-def test_of_an_exact_window_is_the_usual_one():
-    xs = np.random.default_rng(0).normal(size=50)
-    average = TailAverage(ExactWindow(20))
+@pytest.mark.parametrize("k", [16, 20, 47, 48, 600])
+def test_an_exact_window_has_twelve_batches_of_at_least_four_samples(k):
+    xs = np.random.default_rng(0).normal(size=1000)
+    average = TailAverage(ExactWindow(k))
     average.update_many(xs)
-    assert average.standard_error() == pytest.approx(xs[-20:].std(ddof=1) / math.sqrt(20))
+    starts = [
+        1000 - k + sum(map(len, np.array_split(xs[-k:], min(12, k // 4))[:i]))
+        for i in range(min(12, k // 4))
+    ]
+    expected = from_samples(xs, starts, average.weights())
+    assert average.standard_error() == pytest.approx(expected, rel=1e-9)
+
+
+def test_an_exact_window_allows_for_autocorrelation():
+    """Samples with the correlation 0.9: the error is four times that of independent ones."""
+    noise = np.random.default_rng(1).normal(size=(1500, 2000))
+    for t in range(1, len(noise)):
+        noise[t] = 0.9 * noise[t - 1] + math.sqrt(0.19) * noise[t]
+    average = TailAverage(ExactWindow(1000))
+    average.update_many(noise)
+    ratio = np.sqrt(np.mean(average.standard_error() ** 2)) / average.value().std()
+    assert 0.85 < ratio < 1.05
 
 
 def test_estimates_the_spread_of_averages_over_runs():
@@ -80,7 +97,7 @@ def test_estimates_the_spread_of_averages_over_runs():
 
 
 def test_is_nan_without_four_blocks():
-    for rule in (Exponential(10), AnytimeWindow(10), AnytimeWindow(1.0, 12), ExactWindow(3)):
+    for rule in (Exponential(10), AnytimeWindow(10), AnytimeWindow(1.0, 12), ExactWindow(15)):
         average = TailAverage(rule)
         average.update_many(np.arange(100.0))
         assert math.isnan(average.standard_error())

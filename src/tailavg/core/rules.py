@@ -181,6 +181,9 @@ class AnyTail:
     shortest: float = 0.1
 
     def __post_init__(self) -> None:
+        given: object = self.accumulators
+        if isinstance(given, Fixed | Growing) or (isinstance(given, float) and 0 < given <= 1):
+            raise TypeError(f"AnyTail takes its window when it is read: value({given!r})")
         object.__setattr__(
             self, "accumulators", positive_int(self.accumulators, "accumulators", 6, _MOST)
         )
@@ -352,9 +355,13 @@ def shared_rules(
 def size_of(rule: Rule, window: Reading | None, t: int) -> float:
     """Return k_t of the window that an average is read with: see `window_of`.
 
+    An `AnyTail` without a window has the size of the whole stream.
+
     Examples:
         >>> size_of(AnyTail(), 0.25, 1000), size_of(AnytimeWindow(100), None, 1000)
         (250.0, 100.0)
     """
+    if isinstance(rule, AnyTail) and window is None:
+        return float(t)
     reading = window_of(rule, window, t)
     return float(reading.size(t) if isinstance(rule, AnyTail) else rule.size(t))

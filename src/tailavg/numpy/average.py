@@ -29,6 +29,9 @@ __all__ = ["TailAverage", "Windows"]
 SPREAD = 4
 """The fewest blocks from whose spread a standard error is estimated."""
 
+BATCHES = 12
+"""Into how many blocks the samples of an `ExactWindow` are divided for that estimate."""
+
 NanPolicy = Literal["propagate", "raise", "omit"]
 Windows = Reading | list[Reading] | tuple[Reading, ...] | None
 
@@ -141,8 +144,11 @@ class TailAverage:
                     if self._factors is not None:
                         x = np.multiply(x, self._factors[left - 1], out=self._scratch)
                     self._left = None
-                    self._sum += x
-                    self._left = left - 1
+                    try:
+                        self._sum += x
+                        self._left = left - 1
+                    except RuntimeWarning:  # inf - inf under -W error: the sum is complete
+                        self._left = left - 1
                     return
                 self._atomically(self._add, x, x.shape)
                 return
@@ -161,7 +167,8 @@ class TailAverage:
             if self._number:
                 term = term.item()
             self._left = None
-            self._sum += term
+            with np.errstate(all="ignore"):
+                self._sum += term
             self._left = left - 1
             return
         number = not (sample.shape or isinstance(x, np.ndarray))
@@ -214,7 +221,7 @@ class TailAverage:
         """
         samples = numbers(xs, "samples")
         rows, _ = self._checked_rows(samples)
-        if len(rows):
+        if len(rows):  # an empty chunk is nothing
             self._atomically(self._take_many, samples, rows)
 
     @np.errstate(all="ignore")  # infinities are data
@@ -248,7 +255,11 @@ class TailAverage:
             raise ValueError("window: expected a window or a list of windows, got an empty list")
         for each in windows if isinstance(self.rule, AnyTail) else [window]:
             window_of(self.rule, each, self.count + len(rows))  # type: ignore[arg-type]
-        every: Array = self._atomically(self._scan, samples, rows, kept, windows)
+        if len(samples):
+            every: Array = self._atomically(self._scan, samples, rows, kept, windows)
+        else:
+            shape = (self._shape or ()) if self.count else samples.shape[1:]
+            every = np.empty((len(windows), 0, *shape), self._dtype or np.float64)
         return every if several else every[0]
 
     @np.errstate(all="ignore")
@@ -326,7 +337,7 @@ class TailAverage:
 
     @property
     def size(self) -> float:
-        """The size of the window, k_t. An `AnyTail`, which has no window, raises.
+        """The size of the window, k_t; the number of samples for an `AnyTail`, which has no window.
 
         Examples:
             >>> average = TailAverage(0.25)
@@ -368,8 +379,9 @@ class TailAverage:
         """Return the standard error of `value`, estimated from the spread of the block means.
 
         The estimate allows for autocorrelated samples; a trend within the window makes it larger.
-        With more blocks it is less noisy: use twelve accumulators. It is NaN if fewer than four
-        blocks have a weight, as with an `Exponential` or with three accumulators.
+        With more blocks it is less noisy: use twelve accumulators. The stored samples of an
+        `ExactWindow` are divided into twelve blocks. The result is NaN if fewer than four blocks
+        have a weight, as with an `Exponential` or with three accumulators.
 
         Examples:
             >>> from tailavg import AnytimeWindow
@@ -384,7 +396,12 @@ class TailAverage:
             raise layout.nothing_yet("standard_error")
         sizes, weights = (np.array(each) for each in block_weights(self.rule, starts, t, window))
         means, folded, rest = self._arrays()
-        means[-1:] += (rest - (t - folded) * means[-1:]) / sizes[-1]  # add the sum to its block
+        if self._samples is None:
+            means[-1:] += (rest - (t - folded) * means[-1:]) / sizes[-1]  # add the sum to its block
+        else:
+            batches = np.array_split(means, min(BATCHES, len(means) // SPREAD) or 1)
+            sizes = np.array([len(batch) for batch in batches])
+            means, weights = np.array([batch.mean(axis=0) for batch in batches]), sizes / len(means)
         used = weights > 0.0
         sizes, weights, means = sizes[used], weights[used], means[used]
         if len(sizes) < SPREAD:
@@ -744,9 +761,8 @@ class TailAverage:
         """Return samples as rows of a matrix, and which of them are kept, if any is skipped."""
         if xs.ndim == 0:
             raise ValueError(f"samples: expected a sequence, got the number {xs}")
-        if len(xs) == 0:
-            raise ValueError("samples: expected at least one sample, got none")
-        self._check_kind(xs.shape[1:], xs.dtype)
+        if len(xs):
+            self._check_kind(xs.shape[1:], xs.dtype)
         rows: Array = xs.reshape(len(xs), math.prod(xs.shape[1:]))
         kept = None
         if self._nan_policy != "propagate" and has_nan(rows):
@@ -825,8 +841,13 @@ def numbers(x: Any, what: str) -> Array:
         raise TypeError(
             f"{what}: expected numbers, got a masked array; fill it with NaN and see nan_policy"
         )
+    if hasattr(x, "detach"):  # a torch tensor, which may require gradients or be on a GPU
+        x = x.detach().cpu()
+        x = x.float() if x.dtype.itemsize == 2 else x  # NumPy has no bfloat16
     try:
         array = np.asarray(float(x) if isinstance(x, int) else x)
+        if array.dtype.name == "bfloat16":  # as JAX's arrays may be
+            array = array.astype(np.float32)
     except (ValueError, OverflowError) as error:
         raise ValueError(
             f"{what}: expected arrays of one shape, got {type(x).__name__}: {error}"
