@@ -198,6 +198,7 @@ class TailAverage:
         average = self._average(window)
         return average.item() if self._shape is None and not self._number else average
 
+    @np.errstate(all="ignore")  # infinities are data
     def _average(self, window: Reading | None) -> Any:
         """Return the average over a window: a float, or a new array."""
         clock = self._clock
@@ -224,7 +225,7 @@ class TailAverage:
         if len(rows):  # an empty chunk is nothing
             self._atomically(self._take_many, samples, rows)
 
-    @np.errstate(all="ignore")  # infinities are data
+    @np.errstate(all="ignore")
     def _take_many(self, samples: Array, rows: Array) -> None:
         self._begin_with(samples)
         clock = self._clock
@@ -636,6 +637,7 @@ class TailAverage:
             fresh[...] = total
             self._sum = fresh
 
+    @np.errstate(all="ignore")
     def _add(self, sample: Array, shape: tuple[int, ...] | None) -> None:
         """Do what is due, and take one sample."""
         clock = self._clock
@@ -667,8 +669,7 @@ class TailAverage:
         if turn is not None:
             (gone, weight), means = turn, self._means
             if weight:
-                with np.errstate(all="ignore"):
-                    merged = means[gone - 1] * (1.0 - weight) + means[gone] * weight
+                merged = means[gone - 1] * (1.0 - weight) + means[gone] * weight
                 means = [*means[: gone - 1], merged, *means[gone:]]
             self._means = [*means[:gone], *means[gone + 1 :], 0.0]
             self._set_sum(0.0)
