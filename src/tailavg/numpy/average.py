@@ -807,21 +807,23 @@ def _reader(clock: Any, means: list[float]) -> Callable[[int, float], float | No
     window, blocks, folded = clock.rule.window, clock.blocks, clock.folded
     oldest, since, until = clock.split(window)
     first = oldest + 1 if oldest >= 0 else len(blocks) - 1
-    old, old_mean = (since - blocks[oldest], means[oldest]) if oldest >= 0 else (0, 0.0)
+    start = float(since)  # floats are faster together than with integers
+    old, old_mean = (start - blocks[oldest], means[oldest]) if oldest >= 0 else (0.0, 0.0)
     starts = [*blocks[first:], folded]
     parts = [
-        (starts[i + 1] - starts[i], means[first + i])
+        (float(starts[i + 1] - starts[i]), means[first + i])
         for i in range(len(starts) - 1)
         if starts[i + 1] > starts[i]
     ]
     fixed = float(window.k) if isinstance(window, Fixed) else None
-    size, beyond = window.size, old - since
+    size = window.size
 
     def read_blocks(t: int, total: float) -> float | None:
         if t >= until:
             return None
-        excess = beyond + t - (fixed or size(t))
-        each, of_old = weights(old, t - since, excess if excess > 0.0 else 0.0)
+        new = t - start
+        excess = old + new - (fixed or size(t))
+        each, of_old = weights(old, new, excess if excess > 0.0 else 0.0)
         value: float = of_old * old_mean if of_old else 0.0
         for count, mean in parts:
             value += each * count * mean
