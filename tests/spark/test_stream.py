@@ -239,14 +239,18 @@ def test_mistakes_are_told_before_anything_runs(spark, tmp_path):
             ValueError,
             "columns: expected one of ['run', 'step', 'loss'], got 'acc'",
         ),
-        ({"columns": "run"}, TypeError, "columns: expected numbers, got 'run' of string; cast it"),
+        (
+            {"columns": "run"},
+            TypeError,
+            "columns: 'run' is of type string, expected numbers; cast it",
+        ),
         ({"columns": []}, ValueError, "columns: expected at least one"),
         ({"by": "runs"}, ValueError, "by: expected one of"),
         ({"by": "step"}, ValueError, "order_by: expected a column that is not in by, got 'step'"),
         (
             {"by": (), "order_by": "run"},
             TypeError,
-            "order_by: expected numbers, dates or timestamps, got 'run' of string",
+            "order_by: 'run' is of type string, expected numbers, dates or timestamps",
         ),
         (
             {"window": AnyTail()},
