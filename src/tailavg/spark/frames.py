@@ -41,8 +41,6 @@ _ROCKSDB = "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProv
 _PROVIDER = "spark.sql.streaming.stateStore.providerClass"
 _BUNDLE = "bucket int, rows binary"
 
-_NESTED = (kinds.ArrayType, kinds.MapType, kinds.StructType, kinds.VariantType)
-
 
 def tail_mean(
     df: DataFrame,
@@ -223,23 +221,31 @@ def _check_columns(
         raise ValueError(f"order_by: expected a column that is not in by, got {order_by!r}")
 
     order = [] if order_by is None else [order_by]
-    numeric = kinds.NumericType, kinds.BooleanType
-    for option, names, is_right, advice in (
-        ("columns", columns, lambda kind: isinstance(kind, numeric), "numbers; cast it"),
-        ("by", by, lambda kind: not isinstance(kind, _NESTED), "plain values; select its parts"),
-        (
-            "order_by",
-            order,
-            lambda kind: kind.typeName() in jobs.ORDERS,
-            "numbers, dates or timestamps; cast it",
-        ),
+    for option, names, is_right, expected in (
+        ("columns", columns, _is_numeric, "numbers; cast it"),
+        ("by", by, _is_plain, "plain values; select its parts"),
+        ("order_by", order, _has_order, "numbers, dates or timestamps; cast it"),
     ):
         for name in names:
             if name not in schema.names:
                 raise ValueError(f"{option}: expected one of {schema.names}, got {name!r}")
-            if not is_right(schema[name].dataType):
-                kind = schema[name].dataType.simpleString()
-                raise TypeError(f"{option}: {name!r} is of type {kind}, expected {advice}")
+            kind = schema[name].dataType
+            if not is_right(kind):
+                got = kind.simpleString()
+                raise TypeError(f"{option}: {name!r} is of type {got}, expected {expected}")
+
+
+def _is_numeric(kind: Any) -> bool:
+    return isinstance(kind, kinds.NumericType | kinds.BooleanType)
+
+
+def _is_plain(kind: Any) -> bool:
+    nested = kinds.ArrayType | kinds.MapType | kinds.StructType | kinds.VariantType
+    return not isinstance(kind, nested)
+
+
+def _has_order(kind: Any) -> bool:
+    return kind.typeName() in jobs.ORDERS
 
 
 def _initial(job: Job, states: DataFrame, schema: Any) -> DataFrame:
