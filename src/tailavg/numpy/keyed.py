@@ -24,7 +24,15 @@ from tailavg.numpy.average import NanPolicy, TailAverage, has_nan, numbers
 from tailavg.numpy.kernel import kernel
 from tailavg.numpy.table import Table
 
-__all__ = ["TailAverages", "as_row", "averages_for", "from_row", "part_of", "scan_groups"]
+__all__ = [
+    "TailAverages",
+    "as_row",
+    "averages_for",
+    "from_row",
+    "keys_of_column",
+    "part_of",
+    "scan_groups",
+]
 
 LIVE = 1024
 """The most keys that are held as a `TailAverage` while they are updated one by one."""
@@ -523,6 +531,21 @@ def averages_for(
             f"other arguments, got {state}"
         )
     return state
+
+
+def keys_of_column(
+    name: Hashable, keys: Sequence[Hashable] | None, named: bool
+) -> Sequence[Hashable]:
+    """Return the keys of a column in a state: its name, the keys of its groups, or pairs of both.
+
+    Args:
+        name: The name of the column.
+        keys: The keys of its groups; None if it is not grouped.
+        named: Whether the keys of groups get the name, so that several columns can share a state.
+    """
+    if keys is None:
+        return [name]
+    return [(name, key) for key in keys] if named else keys
 
 
 def part_of(keys: Any, xs: Any) -> Part:
