@@ -286,7 +286,7 @@ BAD = {
     "nan": (lambda a: a.scan(["a", "n"], [1.0, np.nan]), ValueError, "NaN .* first at index 1"),
     "nans": (lambda a: a.update_many(["n", "a"], [1.0, np.nan]), ValueError, "expected no NaN"),
     "window": (lambda a: a.scan(["a", "n"], [1.0, 2.0], 0.5), ValueError, "window: expected none"),
-    "windows": (lambda a: a.scan(["a"], [1.0], [None]), ValueError, "window: expected one"),
+    "windows": (lambda a: a.scan(["a"], [1.0], [None]), ValueError, "window: expected none"),
     "update": (lambda a: a.update("n", np.nan), ValueError, "expected no NaN"),
     "array": (lambda a: a.update("n", [1.0]), ValueError, "expected a number"),
     "array before": (lambda a: a.update("a", [1.0]), ValueError, "expected shape"),

@@ -136,8 +136,6 @@ class TailAverages(Mapping[Any, TailAverage]):
             >>> TailAverages(0.5).scan([1, 2, 1, 2], [1.0, 10.0, 2.0, 20.0])
             array([ 1., 10.,  2., 20.])
         """
-        if isinstance(window, list | tuple):
-            raise ValueError(f"window: expected one, got {shown(window)}")
         ((averages,),) = self.scan_parts([part_of(keys, xs)], [window])
         found: Array = averages
         return found
@@ -423,18 +421,10 @@ def scan_groups(
 ) -> Array:
     """Take numbers, each of a row of a table, and return the averages of its row after each.
 
-    Args:
-        table: The table. If an error is raised, it may have been changed.
-        codes: The row of each number in any order; -1 for none, with a NaN as its average. None if
-            the table has one row.
-        xs: The numbers.
-        windows: The windows to read.
-        nan_policy: As for `TailAverages`.
-        same_bits: Whether to give the bits of updates one by one without numba, too. It is slower.
-        name: What an error calls the numbers.
-
-    Returns:
-        A row of averages for each window. An average without samples is NaN.
+    As `Table.scan_groups`, but `codes` may come in any order, a number may have none (-1), and the
+    arguments are checked. The averages are NaN before the first sample. With `same_bits`, they are
+    those of updates one by one to the last bit, which takes longer without numba. An error calls
+    the numbers `name`, and may leave the table changed.
     """
     if xs.ndim != 1:
         raise ValueError(f"{name}: expected a sequence of numbers, got shape {xs.shape}")
@@ -536,12 +526,9 @@ def averages_for(
 def keys_of_column(
     name: Hashable, keys: Sequence[Hashable] | None, named: bool
 ) -> Sequence[Hashable]:
-    """Return the keys of a column in a state: its name, the keys of its groups, or pairs of both.
+    """Return what a column's keys are called in a state: its name, if it has no groups.
 
-    Args:
-        name: The name of the column.
-        keys: The keys of its groups; None if it is not grouped.
-        named: Whether the keys of groups get the name, so that several columns can share a state.
+    Otherwise the keys of the groups, or (name, key) if they are to be `named`.
     """
     if keys is None:
         return [name]
