@@ -76,7 +76,7 @@ class TailAverages(Mapping[Any, TailAverage]):
         self._empty = TailAverage(rule, dtype=_FLOAT64, nan_policy=nan_policy)
         self._table = self._new_table(0)
         self._rows: dict[Any, int] = {}
-        self._free = np.empty(0, np.int64)  # rows of the table that have no key
+        self._free: list[int] = []  # rows of the table that have no key
         self._live: dict[Any, TailAverage] = {}
 
     @property
@@ -136,9 +136,8 @@ class TailAverages(Mapping[Any, TailAverage]):
             >>> TailAverages(0.5).scan([1, 2, 1, 2], [1.0, 10.0, 2.0, 20.0])
             array([ 1., 10.,  2., 20.])
         """
-        ((averages,),) = self.scan_parts([part_of(keys, xs)], [window])
-        found: Array = averages
-        return found
+        averages: Array = self.scan_parts([part_of(keys, xs)], [window])[0][0]
+        return averages
 
     def scan_parts(
         self,
@@ -171,9 +170,10 @@ class TailAverages(Mapping[Any, TailAverage]):
         return self._average(key).copy()
 
     def __delitem__(self, key: Hashable) -> None:
-        self._average(key)  # raises if there is none
-        self._settle()
-        self._free = np.append(self._free, self._rows.pop(key))
+        row = self._row(key)
+        self._live.pop(key, None)
+        del self._rows[key]
+        self._free.append(row)
 
     def __contains__(self, key: object) -> bool:
         return key in self._rows
@@ -205,7 +205,7 @@ class TailAverages(Mapping[Any, TailAverage]):
         self._settle()
         copy = object.__new__(type(self))
         copy.__dict__.update(self.__dict__)
-        copy._rows, copy._live = self._rows.copy(), {}
+        copy._rows, copy._free, copy._live = self._rows.copy(), self._free.copy(), {}
         copy._table = self._table.take(np.arange(len(self._table)))
         return copy
 
@@ -253,7 +253,7 @@ class TailAverages(Mapping[Any, TailAverage]):
                     f"state: sizes do not add up: {len(starts)} starts, {len(blocks)} blocks"
                 )
             _check_steps(self.rule, count, tuple(starts), folded)
-            row, table = int(self._free_rows(1)[0]), self._table
+            (row,), table = self._free_rows(1), self._table
             if isinstance(table, _ExactTable):
                 steps = dict(zip(_STEPS, (count, starts, blocks, folded, partial), strict=True))
                 state = self._empty.state_dict() | steps
@@ -263,7 +263,7 @@ class TailAverages(Mapping[Any, TailAverage]):
                 table.starts[row], table.means[row] = 0, 0.0
                 first = table.starts.shape[1] - len(starts)
                 table.starts[row, first:], table.means[row, first:, 0] = starts, blocks
-            self._free = self._free[1:]
+            del self._free[-1]
             self._rows[key] = row
 
     @classmethod
@@ -317,15 +317,19 @@ class TailAverages(Mapping[Any, TailAverage]):
         exact = isinstance(self.rule, ExactWindow)
         return _ExactTable(self._empty, rows) if exact else Table(self.rule, rows)
 
+    def _row(self, key: Hashable) -> int:
+        if key not in self._rows:
+            raise KeyError(f"key: expected one that has had a sample, got {shown(key)}")
+        return self._rows[key]
+
     def _average(self, key: Hashable) -> TailAverage:
         """Return the average of a key, to be updated or read."""
         average = self._live.get(key)
         if average is None:
-            if key not in self._rows:
-                raise KeyError(f"key: expected one that has had a sample, got {shown(key)}")
+            row = self._row(key)
             if len(self._live) >= LIVE:
                 self._settle()
-            average = self._live[key] = from_row(self._table, self._rows[key], self._empty)
+            average = self._live[key] = from_row(self._table, row, self._empty)
         return average
 
     def _settle(self) -> None:
@@ -334,32 +338,34 @@ class TailAverages(Mapping[Any, TailAverage]):
             self._table.put(np.array([self._rows[key]]), as_row(average))
         self._live = {}
 
-    def _free_rows(self, number: int) -> Array:
-        """Return the free rows, after adding some to the table if there are fewer than this."""
+    def _free_rows(self, number: int) -> list[int]:
+        """Return so many rows without a key. They stay free until they are deleted from `_free`."""
         size = len(self._table)
         if len(self._free) < number:
             self._table.grow(size + number + size // 4 + 16)
-            self._free = np.append(self._free, np.arange(size, len(self._table)))
-        return self._free
+            self._free.extend(range(size, len(self._table)))
+        return self._free[len(self._free) - number :]
 
-    def _hold(self, changes: Iterable[tuple[Sequence[Hashable], Array, Any]]) -> None:
+    def _hold(self, changes: Sequence[tuple[Sequence[Hashable], Array, Any]]) -> None:
         """Hold these averages: the keys, their rows until now or -1, and a table of the new ones.
 
         A key without samples is left out.
         """
-        new: dict[Any, int] = {}
-        old: list[Array] = []
-        for keys, rows, table in changes:
-            used, first = np.flatnonzero(table.counts), len(new)
-            free = self._free_rows(first + len(used))[first : first + len(used)]
-            self._table.put(free, table.take(used))
-            new.update(zip([keys[i] for i in used.tolist()], free.tolist(), strict=True))
-            for i in used[rows[used] < 0].tolist():
-                _check_key(keys[i])
-            old.append(rows[rows >= 0])
-        self._free = unused = self._free[len(new) :]
+        kept = [np.flatnonzero(table.counts) for _, _, table in changes]
+        free = self._free_rows(sum(map(len, kept)))
+        new, old, start = dict[Any, int](), list[int](), 0
+        for (keys, rows, table), places in zip(changes, kept, strict=True):
+            for place in places[rows[places] < 0].tolist():
+                _check_key(keys[place])
+            into = free[start : start + len(places)]
+            self._table.put(np.array(into, np.int64), table.take(places))
+            new.update(zip([keys[place] for place in places.tolist()], into, strict=True))
+            old += rows[rows >= 0].tolist()
+            start += len(places)
+        # if one of these is interrupted, there are rows that are neither free nor used
+        del self._free[len(self._free) - len(free) :]
         self._rows.update(new)
-        self._free = np.concatenate([unused, *old])
+        self._free += old
 
 
 class _ExactTable:

@@ -41,6 +41,11 @@ _ROCKSDB = "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProv
 _PROVIDER = "spark.sql.streaming.stateStore.providerClass"
 _BUNDLE = "bucket int, rows binary"
 
+_NUMERIC = kinds.NumericType, kinds.BooleanType
+_PLAIN = kinds.AtomicType, kinds.NullType
+_TIMES = kinds.DateType, kinds.TimestampType, kinds.TimestampNTZType
+_ORDERED = kinds.IntegralType, kinds.FloatType, kinds.DoubleType, *_TIMES  # as in `job.ORDERS`
+
 
 def tail_mean(
     df: DataFrame,
@@ -161,11 +166,11 @@ def saved_states(spark: SparkSession, checkpoint: str, operator: int = 0) -> Dat
     return saved.select(*columns).mapInArrow(job.to_json, schema)
 
 
-def _names(names: str | Sequence[str], what: str) -> tuple[str, ...]:
+def _names(names: str | Sequence[str], option: str) -> tuple[str, ...]:
     listed = (names,) if isinstance(names, str) else tuple(names)
     if not all(isinstance(name, str) for name in listed) or len(set(listed)) < len(listed):
-        raise ValueError(f"{what}: expected names of columns, each once, got {names!r}")
-    if not listed and what == "columns":
+        raise ValueError(f"{option}: expected names of columns, each once, got {names!r}")
+    if not listed and option == "columns":
         raise ValueError("columns: expected at least one to average, got none")
     return listed
 
@@ -221,31 +226,18 @@ def _check_columns(
         raise ValueError(f"order_by: expected a column that is not in by, got {order_by!r}")
 
     order = [] if order_by is None else [order_by]
-    for option, names, is_right, expected in (
-        ("columns", columns, _is_numeric, "numbers; cast it"),
-        ("by", by, _is_plain, "plain values; select its parts"),
-        ("order_by", order, _has_order, "numbers, dates or timestamps; cast it"),
+    for option, names, allowed, expected in (
+        ("columns", columns, _NUMERIC, "numbers; cast it"),
+        ("by", by, _PLAIN, "plain values; select its parts"),
+        ("order_by", order, _ORDERED, "numbers, dates or timestamps; cast it"),
     ):
         for name in names:
             if name not in schema.names:
                 raise ValueError(f"{option}: expected one of {schema.names}, got {name!r}")
             kind = schema[name].dataType
-            if not is_right(kind):
+            if not isinstance(kind, allowed):
                 got = kind.simpleString()
                 raise TypeError(f"{option}: {name!r} is of type {got}, expected {expected}")
-
-
-def _is_numeric(kind: Any) -> bool:
-    return isinstance(kind, kinds.NumericType | kinds.BooleanType)
-
-
-def _is_plain(kind: Any) -> bool:
-    nested = kinds.ArrayType | kinds.MapType | kinds.StructType | kinds.VariantType
-    return not isinstance(kind, nested)
-
-
-def _has_order(kind: Any) -> bool:
-    return kind.typeName() in jobs.ORDERS
 
 
 def _initial(job: Job, states: DataFrame, schema: Any) -> DataFrame:
