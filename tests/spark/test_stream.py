@@ -255,7 +255,7 @@ def test_mistakes_are_told_before_anything_runs(spark, tmp_path):
         (
             {"window": AnyTail()},
             ValueError,
-            "window: expected windows to read, such as [0.1, 0.25, 0.5]",
+            "window: expected a window, or a rule that has one and keeps no samples, got AnyTail",
         ),
         ({"window": 1.5}, ValueError, "window: expected an int >= 1"),
         ({"output": "all"}, ValueError, "output: expected one of ('rows', 'latest'), got 'all'"),

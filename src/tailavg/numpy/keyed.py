@@ -286,8 +286,13 @@ class TailAverages(Mapping[Any, TailAverage]):
         Raises:
             TypeError: If a key is not a str, int, float, bool, None, or a tuple of such.
         """
-        state = self.state_dict()
-        layout.write_keyed(path, state | {"keys": list(map(_plain_key, state["keys"]))})
+        try:
+            layout.write_keyed(path, self.state_dict())
+        except (TypeError, AttributeError) as error:
+            raise TypeError(
+                "save: keys: expected str, int, float, bool, None, or tuples of these; use other "
+                f"keys, or pickle the averages: {error}"
+            ) from error
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> TailAverages:
@@ -575,17 +580,3 @@ def _check_key(key: Hashable) -> None:
 def _tuples(key: Any) -> Any:
     """Return a key from JSON, which has no tuples."""
     return tuple(map(_tuples, key)) if isinstance(key, list | tuple) else key
-
-
-def _plain_key(key: Any) -> Any:
-    """Return a key as JSON can hold it."""
-    if type(key) is tuple:
-        return [_plain_key(part) for part in key]
-    if isinstance(key, np.bool_ | np.integer | np.floating | np.str_):
-        key = key.item()
-    if key is None or type(key) in (str, int, float, bool):
-        return key
-    raise TypeError(
-        f"save: key: expected a str, int, float, bool, None or a tuple of these, got {shown(key)} "
-        f"of type {type(key).__name__}; pickle the averages, or use other keys"
-    )

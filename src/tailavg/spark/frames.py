@@ -183,15 +183,10 @@ def _reads(window: Any) -> tuple[list[tuple[Rule, Window | None]], list[str]]:
             raise ValueError(f"window: expected at least one, each once, got {window!r}")
         return shared_rules(windows), [f"_{_text(window)}" for window in windows]
     rule = as_rule(window)
-    if isinstance(rule, AnyTail):
+    if isinstance(rule, AnyTail | ExactWindow):
         raise ValueError(
-            "window: expected windows to read, such as [0.1, 0.25, 0.5], which share one AnyTail; "
-            f"got {rule}"
-        )
-    if isinstance(rule, ExactWindow):
-        raise ValueError(
-            f"window: expected a rule with a small state, got {rule}, which keeps its samples; "
-            "use Spark's avg over a Window with rowsBetween"
+            f"window: expected a window, or a rule that has one and keeps no samples, got {rule}; "
+            "several windows, such as [0.1, 0.25, 0.5], share one AnyTail"
         )
     return [(rule, None)], [""]
 
