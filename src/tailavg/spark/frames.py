@@ -43,8 +43,7 @@ _BUNDLE = "bucket int, rows binary"
 
 _NUMERIC = kinds.NumericType, kinds.BooleanType
 _PLAIN = kinds.AtomicType, kinds.NullType
-_TIMES = kinds.DateType, kinds.TimestampType, kinds.TimestampNTZType
-_ORDERED = kinds.IntegralType, kinds.FloatType, kinds.DoubleType, *_TIMES  # as in `job.ORDERS`
+_ORDERED = tuple(type(kinds.StructType().add("", name)[0].dataType) for name in jobs.ORDERS)
 
 
 def tail_mean(
