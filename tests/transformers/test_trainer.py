@@ -387,7 +387,7 @@ def test_what_cannot_be_right_is_refused(tmp_path):
         TailAverageTrainer(model=tiny(), args=arguments(tmp_path))
     # a window that would be too short at the last evaluation
     short = trainer(rule={"rule": AnyTail(), "window": Decay(0.05, "cosine")})
-    with pytest.raises(ValueError, match=r"at least 0\.1 of the samples so far, 3 of 30"):
+    with pytest.raises(ValueError, match=r"at least 0\.1 of the samples so far, .*3 of 30"):
         short.train()
     assert short.state.global_step == 0
 
