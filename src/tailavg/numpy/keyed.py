@@ -248,17 +248,18 @@ class TailAverages(Mapping[Any, TailAverage]):
             _check_key(key)
             if key in self._rows:
                 raise ValueError(f"state: keys: expected each once, got {shown(key)} again")
-            if len(blocks) != len(starts):
+            if not count or len(blocks) != len(starts):
                 raise ValueError(
-                    f"state: sizes do not add up: {len(starts)} starts, {len(blocks)} blocks"
+                    f"corrupt state: {count} samples, {len(starts)} block starts, {len(blocks)} "
+                    "blocks"
                 )
-            _check_steps(self.rule, count, tuple(starts), folded)
             (row,), table = self._free_rows(1), self._table
             if isinstance(table, _ExactTable):
                 steps = dict(zip(_STEPS, (count, starts, blocks, folded, partial), strict=True))
                 state = self._empty.state_dict() | steps
                 table.averages[row] = TailAverage.from_state_dict(state)
             else:
+                _check_steps(self.rule, count, tuple(starts), folded)
                 table.counts[row], table.folded[row], table.sums[row] = count, folded, partial
                 table.starts[row], table.means[row] = 0, 0.0
                 first = table.starts.shape[1] - len(starts)
@@ -563,8 +564,6 @@ def part_of(keys: Any, xs: Any) -> Part:
 def _check_steps(rule: Rule, count: int, starts: tuple[int, ...], folded: int) -> None:
     """Raise a ValueError unless an average can be there: it takes a while, and keys are alike."""
     layout.check_steps(count, starts, folded)
-    if not count:
-        raise ValueError("state: counts: expected at least one sample, got 0")
     clock_for(rule).restore(count, starts, folded)
 
 
