@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from contextlib import ExitStack
 from inspect import signature
 from typing import Any
 
@@ -27,18 +26,7 @@ __all__ = ["TailAveraging"]
 
 TRAINING = "current_model_state"  # Lightning's own name for the training weights
 AVERAGE = "tail_average"  # the state of the average, or None before the first step
-SHARDED = (
-    strategies.DeepSpeedStrategy,
-    strategies.FSDPStrategy,
-    strategies.ModelParallelStrategy,
-)
-OTHER_NAMES = {  # of Lightning's EMAWeightAveraging
-    "every_n_steps": "update_every",
-    "update_every_n_steps": "update_every",
-    "starting_step": "start_after",
-    "update_starting_at_step": "start_after",
-    "use_buffers": "buffers",
-}
+SHARDED = strategies.DeepSpeedStrategy, strategies.FSDPStrategy, strategies.ModelParallelStrategy
 
 
 class TailAveraging(Callback):
@@ -64,14 +52,7 @@ class TailAveraging(Callback):
         self.rule = as_rule(rule)
         self.window = window
         _check_window(self.rule, window)
-        known = list(signature(ParameterAverage).parameters)[2:]
-        for name in options:
-            if name not in known:
-                instead = OTHER_NAMES.get(name)
-                raise TypeError(
-                    f"TailAveraging: expected options of ParameterAverage, {', '.join(known)}, "
-                    f"got {name}" + (f"; use {instead}" if instead else "")
-                )
+        signature(ParameterAverage).bind(None, rule, **options)  # raises if there is no such option
         self._options = options
         self._forget(None)
 
@@ -79,15 +60,14 @@ class TailAveraging(Callback):
         self._module = module  # while it has the weights of the run, training ones or averages
         self._average: ParameterAverage | None = None
         self._state: Mapping[str, Any] | None = None  # of the average, until that exists
-        self._swap: ExitStack | None = None  # during validation
-        self._final: dict[str, Any] | None = None  # training weights, once the run is over
-        self._tensors: dict[str, Any] = {}  # all of them, until it is sure that it is
+        self._final: dict[str, Any] | None = None  # the training weights, after training
+        self._tensors: dict[str, Any] = {}  # the same by name, until the fit ends without an error
         self._stepped = False  # whether one of several optimizers did, in this training step
         self._handles: list[Any] = []  # on optimizers, while a fit runs
 
     @property
     def average(self) -> ParameterAverage:
-        """The average of the last `fit`, or of the one that runs."""
+        """The average of the current `fit`, or of the last one."""
         if self._average is None:
             raise RuntimeError(
                 "average: expected a fit that has started in this process, got none; it is "
@@ -139,18 +119,15 @@ class TailAveraging(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Give the module the averages. Checkpoints that are still to be written have both."""
-        self._finish(trainer, pl_module)
-
-    def _finish(self, trainer: Trainer, module: LightningModule) -> None:
         average = self._average
         if average is not None and average.count and self._final is None:
             state = trainer.strategy.lightning_module_state_dict()
-            self._tensors, self._final = _copies(_tensors(module), state)
+            self._tensors, self._final = _copies(_tensors(pl_module), state)
             average.copy_to(window=self.window)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The same if there was nothing left to train, as when a finished run is resumed."""
-        self._finish(trainer, pl_module)
+        """Do the same if there was nothing left to train, as when a finished run is resumed."""
+        TailAveraging.on_train_end(self, trainer, pl_module)
         self._detach()
         if self._final is None and self._average is not None:
             rank_zero_warn(
@@ -164,7 +141,7 @@ class TailAveraging(Callback):
     ) -> None:
         """Give the module its training weights back, before others save a checkpoint."""
         if self._handles:  # otherwise no fit runs
-            self._swap_out()
+            self._restore()
             for name, tensor in _tensors(pl_module).items():
                 if name in self._tensors:
                     tensor.copy_(self._tensors[name])
@@ -179,30 +156,25 @@ class TailAveraging(Callback):
     # Validation.
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """In a fit: put the training weights aside, and the averages in."""
+        """In a fit: store the training weights, and give the module the averages."""
         average = self._average
         if trainer.state.fn == TrainerFn.FITTING and average is not None and average.count:
-            self._swap_in(average)
+            average.store()
+            average.copy_to(window=self.window)
 
-    def on_validation_end(self, *_: Any) -> None:
-        """Give the training weights back."""
-        self._swap_out()
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """In a fit: restore the training weights."""
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._restore()
 
-    def _swap_in(self, average: ParameterAverage) -> None:
-        self._swap = ExitStack()
-        self._swap.enter_context(average.average_parameters(self.window))
-
-    def _swap_out(self) -> None:
-        if self._swap is not None:
-            self._swap.close()
-            if self._average is not None and self._average.swapped:  # it was interrupted before
-                self._average.restore()
-            self._swap = None
+    def _restore(self) -> None:
+        if self._average is not None and self._average.swapped:
+            self._average.restore()
 
     # Checkpoints.
 
     def state_dict(self) -> dict[str, Any]:
-        """The count, so that Lightning warns of a resume without this callback.
+        """Return the count, so that Lightning warns of a resume without this callback.
 
         The rest is in the checkpoint itself, since Lightning copies what is in here.
         """
@@ -212,38 +184,37 @@ class TailAveraging(Callback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """The averages in `state_dict`, the training weights and the average beside."""
+        """Save the averages as `state_dict`, with the training weights and the average beside."""
         if pl_module is not self._module:  # it has had other weights since the fit
             return
-        average, given = self._average, checkpoint["state_dict"]
-        training, state = given, self._state
-        if average is not None:
-            if self._final is not None:
-                training, state = self._final, average.state_dict()
-            elif self._swap is None:
-                checkpoint["state_dict"] = self._averaged(given)
-                state = average.state_dict()
-            else:  # the tensors given change when the swap does
-                (checkpoint["state_dict"],) = _copies(given)
-                buffers = [(buffer, buffer.clone()) for buffer in pl_module.buffers()]
-                self._swap_out()
-                (training,) = _copies(trainer.strategy.lightning_module_state_dict())
-                state = average.state_dict()
-                self._swap_in(average)
-                for buffer, value in buffers:  # as validation has left them
-                    buffer.copy_(value)
+        average = self._average
+        training, state = checkpoint["state_dict"], self._state
+        if average is not None and self._final is not None:
+            training, state = self._final, average.state_dict()
+        elif average is not None and average.swapped:  # the tensors given change when it ends
+            (checkpoint["state_dict"],) = _copies(training)
+            buffers = [(buffer, buffer.clone()) for buffer in pl_module.buffers()]
+            average.restore()
+            (training,) = _copies(trainer.strategy.lightning_module_state_dict())
+            state = average.state_dict()
+            TailAveraging.on_validation_start(self, trainer, pl_module)
+            for buffer, value in buffers:  # as validation has left them
+                buffer.copy_(value)
+        elif average is not None:
+            checkpoint["state_dict"] = self._averaged(training)
+            state = average.state_dict()
         checkpoint[TRAINING], checkpoint[AVERAGE] = training, state
 
     def _averaged(self, given: dict[str, Any]) -> dict[str, Any]:
-        """A state dict of the module with the averages instead, if there are any."""
+        """Return a state dict of the module with the averages instead, if there are any."""
         self._take()
         average = self._average
         if average is None or not average.count or average.swapped or self._final is not None:
             return given
         averaged = average.averaged_state_dict(window=self.window)
-        made = copy.copy(given)  # with the versions of modules, which are in an attribute
-        made.update((name, averaged.get(name, value)) for name, value in given.items())
-        return made
+        state = copy.copy(given)  # with the versions of modules, which are in an attribute
+        state.update((name, averaged.get(name, value)) for name, value in given.items())
+        return state
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -268,7 +239,7 @@ class TailAveraging(Callback):
 
 
 class _WithAverages(CheckpointIO):
-    """In a fit, puts the averages into checkpoints of weights only: no callback is told of them."""
+    """Puts the averages into checkpoints of weights only, of which no callback is told."""
 
     def __init__(self, callback: TailAveraging, strategy: strategies.Strategy) -> None:
         self._callback, self._strategy = callback, strategy
@@ -313,7 +284,7 @@ def _tensors(module: LightningModule) -> dict[str, Tensor]:
 
 @outside_autograd
 def _copies(*states: dict[str, Any]) -> list[dict[str, Any]]:
-    """Copies of state dicts in main memory; what is one tensor is copied once."""
+    """Copy state dicts to main memory; what is one tensor is copied once."""
     copies: dict[Any, Tensor] = {}
 
     def copied(value: Any) -> Any:
@@ -324,7 +295,7 @@ def _copies(*states: dict[str, Any]) -> list[dict[str, Any]]:
             copies[place] = value.detach().to("cpu", copy=True)
         return copies[place]
 
-    found = [copy.copy(state) for state in states]
-    for state in found:
+    results = [copy.copy(state) for state in states]
+    for state in results:
         state.update([(name, copied(value)) for name, value in state.items()])
-    return found
+    return results

@@ -7,7 +7,7 @@ tail_mean(df, Exponential(100), by="run")           # of each run, and each colu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any, TypedDict, Unpack, overload
 
 import numpy as np
 
@@ -21,32 +21,27 @@ from tailavg.core.rules import Rule
 from tailavg.core.windows import AnyWindow
 from tailavg.numpy.arithmetic import Array
 from tailavg.numpy.average import NanPolicy
-from tailavg.numpy.keyed import Part, TailAverages, averages_for
+from tailavg.numpy.keyed import TailAverages, averages_for, keys_of_column
 
 __all__ = ["tail_mean"]
 
 _MASKED = (pd.arrays.FloatingArray, pd.arrays.IntegerArray, pd.arrays.BooleanArray)
 
 
+class _Options(TypedDict, total=False):
+    by: Any
+    nan_policy: NanPolicy
+    state: TailAverages | None
+    numeric_only: bool
+
+
 @overload
 def tail_mean(
-    data: pd.Series | SeriesGroupBy,
-    window: AnyWindow | Rule,
-    *,
-    by: Any = None,
-    nan_policy: NanPolicy = "omit",
-    state: TailAverages | None = None,
-    numeric_only: bool = False,
+    data: pd.Series | SeriesGroupBy, window: AnyWindow | Rule, **options: Unpack[_Options]
 ) -> pd.Series: ...
 @overload
 def tail_mean(  # type: ignore[overload-cannot-match]  # without pandas-stubs, all are Any
-    data: pd.DataFrame | DataFrameGroupBy,
-    window: AnyWindow | Rule,
-    *,
-    by: Any = None,
-    nan_policy: NanPolicy = "omit",
-    state: TailAverages | None = None,
-    numeric_only: bool = False,
+    data: pd.DataFrame | DataFrameGroupBy, window: AnyWindow | Rule, **options: Unpack[_Options]
 ) -> pd.DataFrame: ...
 def tail_mean(
     data: Any,
@@ -57,7 +52,7 @@ def tail_mean(
     state: TailAverages | None = None,
     numeric_only: bool = False,
 ) -> Any:
-    """The average of the tail after each row: a Series for a Series, a DataFrame for a DataFrame.
+    """Average the tail after each row: a Series for a Series, a DataFrame for a DataFrame.
 
     Index, names and kinds of columns stay: float32 gives float32, Arrow gives Arrow, `Int64` gives
     `Float64`; integers and bools become float64. Averages are held in float64 throughout.
@@ -70,8 +65,8 @@ def tail_mean(
         by: What to group by: anything that `groupby` takes. Rows with a missing key have a missing
             average.
         nan_policy: What is done with missing values. `"omit"`, as pandas does in `mean` and `ewm`:
-            such a row is not counted, and has the average as it was. `"propagate"`: they are
-            missing from every average that has them in its window. `"raise"`.
+            such a row is not counted, and has the average as it was. `"propagate"`: an average is
+            missing while its window has a missing value. `"raise"`.
         state: For data that comes in parts: averages that go on from the last part. Its keys are
             those of the groups, or names of columns where nothing is grouped; with groups and
             columns they are (column, key).
@@ -93,7 +88,7 @@ def tail_mean(
         2   3.0
         3   1.5
     """
-    averages = averages_for(window, nan_policy, state)
+    averages, keep = averages_for(window, nan_policy, state), state is not None
     groups = None
     if isinstance(data, SeriesGroupBy | DataFrameGroupBy):
         if by is not None:
@@ -107,73 +102,65 @@ def tail_mean(
         groups = data.groupby(by, sort=False, observed=True)
     if groups is not None:
         data = groups._obj_with_exclusions  # what is selected, without what is grouped by
-    one = isinstance(data, pd.Series)
-    columns = [data] if one else [data.iloc[:, i] for i in range(data.shape[1])]
-    if not one and numeric_only:
-        columns = [column for column in columns if _is_numeric(column)]
+    is_frame = isinstance(data, pd.DataFrame)
+    if is_frame and numeric_only:
+        data = data.loc[:, [_is_numeric(column) for _, column in data.items()]]
+    columns = [column for _, column in data.items()] if is_frame else [data]
     for column in columns:
         if not _is_numeric(column):
-            advice = "convert it" if one else "convert or drop it, or pass numeric_only=True"
+            advice = "convert or drop it, or pass numeric_only=True" if is_frame else "convert it"
             raise TypeError(
                 f"data: expected real numbers, got column {column.name!r} of {column.dtype}; "
                 f"{advice}"
             )
-    names = [column.name for column in columns]
-    parts = _parts(columns, names, groups, one, state is not None)
-    found = averages.scan_parts(parts, keep=state is not None)
-    results = [_like(column, values[0]) for column, values in zip(columns, found, strict=True)]
-    if one:
+    if keep and len({column.name for column in columns}) < len(columns):
+        raise ValueError(
+            "state: expected columns of different names, to tell their averages apart, got "
+            f"{list(data.columns)}"
+        )
+    codes, keys = (None, None) if groups is None else _groups(groups, keep)
+    parts = [
+        (codes, keys_of_column(column.name, keys, is_frame and keep), _numbers(column))
+        for column in columns
+    ]
+    scanned = averages.scan_parts(parts, keep=keep)
+    results = [_like(column, values[0]) for column, values in zip(columns, scanned, strict=True)]
+    if not is_frame:
         return pd.Series(results[0], index=data.index, name=data.name, copy=False)
     frame = pd.DataFrame(dict(enumerate(results)), index=data.index, copy=False)
-    which = [i for i in range(data.shape[1]) if not numeric_only or _is_numeric(data.iloc[:, i])]
-    frame.columns = data.columns[which]
+    frame.columns = data.columns
     return frame
 
 
-def _parts(
-    columns: Sequence[Any], names: list[Any], groups: Any, one: bool, keep: bool
-) -> list[Part]:
-    """The columns as numbers, with the groups of their rows."""
-    if keep and len(set(names)) < len(names):
-        raise ValueError(
-            f"state: expected columns of different names, to tell their averages apart, got {names}"
-        )
-    if groups is None:
-        keyed = zip(columns, names, strict=True)
-        return [(None, [name if keep else None], _numbers(column)) for column, name in keyed]
-    numbered = groups.ngroup()
-    codes = numbered.fillna(-1).to_numpy(np.int64)
-    keys: Sequence[Any] = range(int(codes.max(initial=-1)) + 1)
+def _groups(groups: Any, keep: bool) -> tuple[Array, Sequence[Any]]:
+    """Return the number of each row's group, -1 if its key is missing; and the keys if needed.
+
+    A missing value in a key is None.
+    """
+    codes = groups.ngroup().fillna(-1).to_numpy(np.int64)
+    number = int(codes.max(initial=-1)) + 1
     if not keep:
-        return [(codes, keys, _numbers(column)) for column in columns]
-    keys = _keys(groups, len(keys))
-    return [
-        (codes, keys if one else [(name, key) for key in keys], _numbers(column))
-        for column, name in zip(columns, names, strict=True)
-    ]
-
-
-def _keys(groups: Any, number: int) -> list[Any]:
-    """The key of each group, in the order of `ngroup`; None where it is missing."""
+        return codes, range(number)
     index = groups._grouper.result_index
-    if len(index) != number:  # and `ngroup` does not count those that are not there
+    if len(index) != number:  # `ngroup` does not count groups without rows
         raise ValueError(
             f"state: expected {number} groups, all that are there, got {len(index)}; pass "
             "observed=True to groupby"
         )
     if index.nlevels == 1:
-        return [None if pd.isna(key) else key for key in index.tolist()]
-    return [tuple(None if pd.isna(part) else part for part in key) for key in index.tolist()]
+        return codes, [None if pd.isna(key) else key for key in index.tolist()]
+    keys = [tuple(None if pd.isna(part) else part for part in key) for key in index.tolist()]
+    return codes, keys
 
 
 def _is_numeric(column: Any) -> bool:
-    """Whether a column has real numbers."""
+    """Return whether a column has real numbers."""
     dtype = column.dtype
     return pd.api.types.is_numeric_dtype(dtype) and not pd.api.types.is_complex_dtype(dtype)
 
 
 def _numbers(column: Any) -> Array:
-    """A column as an array of floats, with NaN where a value is missing."""
+    """Return a column as an array of floats, with NaN where a value is missing."""
     if isinstance(column.dtype, np.dtype):
         values: Array = column.to_numpy()
         return values if values.dtype.kind == "f" else values.astype(np.float64)
@@ -182,7 +169,7 @@ def _numbers(column: Any) -> Array:
 
 
 def _like(column: Any, averages: Array) -> Any:
-    """Averages in an array of the kind that a column has."""
+    """Return averages in an array of the kind that a column has."""
     dtype = column.dtype
     if isinstance(dtype, np.dtype):
         return averages.astype(dtype, copy=False) if dtype.kind == "f" else averages

@@ -21,7 +21,7 @@ from tailavg.core.rules import Rule
 from tailavg.core.windows import AnyWindow
 from tailavg.numpy.arithmetic import Array
 from tailavg.numpy.average import NanPolicy, has_nan
-from tailavg.numpy.keyed import TailAverages, averages_for
+from tailavg.numpy.keyed import TailAverages, averages_for, keys_of_column
 
 __all__ = ["tail_mean"]
 
@@ -36,7 +36,7 @@ def tail_mean(
     nan_policy: NanPolicy = "omit",
     state: TailAverages | None = None,
 ) -> Data:
-    """The average of the tail after each row: an expression, a Series or a DataFrame, as `data` is.
+    """Average the tail after each row: an expression, a Series or a DataFrame, as `data` is.
 
     Float32 gives Float32; integers and booleans become Float64. Averages are held in Float64.
 
@@ -61,9 +61,9 @@ def tail_mean(
         >>> tail_mean(df["loss"], 2).to_list()
         [4.0, 6.5, 5.5, 1.5]
     """
-    averages = averages_for(window, nan_policy, state)
+    averages, keep = averages_for(window, nan_policy, state), state is not None
     if isinstance(data, pl.Expr):
-        if state is not None:
+        if keep:
             raise TypeError(
                 "state: expected none with an expression, which polars may run at any time and "
                 "more than once, got one; pass a Series or a DataFrame"
@@ -72,14 +72,13 @@ def tail_mean(
     if isinstance(data, pl.Series):
         if isinstance(by, str | pl.Expr):
             raise TypeError(f"by: expected a Series, or a list of them, got {by!r}")
-        several = isinstance(by, list | tuple) and all(isinstance(one, pl.Series) for one in by)
-        keys = [] if by is None else [pl.Series(one) for one in (by if several else [by])]
-        return _scan([data], averages, _unnamed(keys), one=True, keep=state is not None)[0]
+        several = isinstance(by, list | tuple) and all(isinstance(key, pl.Series) for key in by)
+        keys = [] if by is None else [pl.Series(key) for key in (by if several else [by])]
+        return _scan([data], averages, _unnamed(keys), keep=keep)[0]
     if isinstance(data, pl.DataFrame):
         keyed = pl.DataFrame() if by is None else data.select(by)
         columns = [column for column in data if column.name not in keyed.columns]
-        found = _scan(columns, averages, keyed, one=False, keep=state is not None)
-        return data.with_columns(found)
+        return data.with_columns(_scan(columns, averages, keyed, keep=keep, name_keys=True))
     raise TypeError(
         f"data: expected an expression, a Series or a DataFrame, got {type(data).__name__}"
         + ("; pass an expression to its with_columns" if isinstance(data, pl.LazyFrame) else "")
@@ -88,7 +87,7 @@ def tail_mean(
 
 def _expression(data: pl.Expr, averages: TailAverages, by: Any) -> pl.Expr:
     def scan(columns: Sequence[pl.Series]) -> pl.Series:
-        return _scan(columns[:1], averages, _unnamed(columns[1:]), one=True, keep=False)[0]
+        return _scan(columns[:1], averages, _unnamed(columns[1:]), keep=False)[0]
 
     # a division by 1 makes floats of integers, and keeps Float32: the dtype is known beforehand
     dtype = pl.self_dtype()
@@ -104,49 +103,39 @@ def _scan(
     averages: TailAverages,
     by: pl.DataFrame,
     *,
-    one: bool,
     keep: bool,
+    name_keys: bool = False,
 ) -> list[pl.Series]:
-    """The averages of columns, by the columns of a frame if it has any."""
+    """Return the averages of columns, by the columns of a frame if it has any.
+
+    With `name_keys`, the keys of a state are (column, key).
+    """
+    codes, keys = _groups(by, keep) if by.width else (None, None)
+    parts = []
     for column in columns:
         if not (column.dtype.is_numeric() or column.dtype == pl.Boolean):
             raise TypeError(
                 f"data: expected numbers, got column {column.name!r} of {column.dtype}; cast or "
                 "drop it"
             )
-    codes: Array | None = None
-    keys: Sequence[Any] = []
-    if by.width:
-        codes, keys = _groups(by, keep)
-    parts = [
-        (
-            codes,
-            [column.name] if codes is None else keys if one else _of(column.name, keys, keep),
-            _numbers(column),
-        )
-        for column in columns
-    ]
-    found = averages.scan_parts(parts, keep=keep)
-    # without an average are rows before the first sample: if there is one group, the first rows
-    first = slice(None) if by.width else slice(1)
-    omits = averages.nan_policy == "omit"
-    return [
-        _like(column, values[0], omits and has_nan(values[0][first]))
-        for column, values in zip(columns, found, strict=True)
-    ]
-
-
-def _of(name: str, keys: Sequence[Any], keep: bool) -> Sequence[Any]:
-    return [(name, key) for key in keys] if keep else keys
+        names = keys_of_column(column.name, keys, name_keys and keep)
+        floats = column if column.dtype.is_float() else column.cast(pl.Float64)
+        parts.append((codes, names, floats.to_numpy()))  # with NaN for null
+    results = []
+    for column, (values,) in zip(columns, averages.scan_parts(parts, keep=keep), strict=True):
+        # rows before the first sample have no average: if there is one group, the first rows
+        nulls = averages.nan_policy == "omit" and has_nan(values if by.width else values[:1])
+        result = pl.Series(column.name, values, nan_to_null=nulls)
+        results.append(result.cast(column.dtype) if column.dtype.is_float() else result)
+    return results
 
 
 def _groups(by: pl.DataFrame, keep: bool) -> tuple[Array, Sequence[Any]]:
-    """The number of each row's group, in the order in which they appear, and their keys."""
-    if by.width == 1 and (found := _near(by.to_series())) is not None:
-        return found
+    """Return the number of each row's group, in order of appearance, and the keys if needed."""
+    if by.width == 1 and (groups := _near(by.to_series())) is not None:
+        return groups
     numbered = _unnamed(list(by)).with_row_index("row")
-    keys = numbered.columns[1:]
-    first = numbered.select(pl.col("row").first().over(keys))["row"].to_numpy()
+    first = numbered.select(pl.col("row").first().over(numbered.columns[1:]))["row"].to_numpy()
     leads = first == np.arange(len(first))
     codes: Array = (np.cumsum(leads) - 1)[first]
     if not keep:
@@ -156,7 +145,7 @@ def _groups(by: pl.DataFrame, keep: bool) -> tuple[Array, Sequence[Any]]:
 
 
 def _near(key: pl.Series) -> tuple[Array, Sequence[Any]] | None:
-    """As `_groups`, of integers that are near each other: each of those between has a group."""
+    """Do the same faster for integers that are near each other: all between have a group."""
     if not (key.dtype.is_integer() and len(key)) or key.null_count():
         return None
     least, most = int(key.min()), int(key.max())  # type: ignore[arg-type]
@@ -166,18 +155,5 @@ def _near(key: pl.Series) -> tuple[Array, Sequence[Any]] | None:
 
 
 def _unnamed(columns: Sequence[pl.Series]) -> pl.DataFrame:
-    """A frame of columns whose names may be the same."""
+    """Return a frame of columns whose names may be the same."""
     return pl.DataFrame([column.alias(str(i)) for i, column in enumerate(columns)])
-
-
-def _numbers(column: pl.Series) -> Array:
-    """A column as an array of floats, with NaN where it is null."""
-    if not column.dtype.is_float():
-        column = column.cast(pl.Float64)
-    return column.to_numpy()
-
-
-def _like(column: pl.Series, averages: Array, nulls: bool) -> pl.Series:
-    """Averages as a column; perhaps with null for NaN."""
-    found = pl.Series(column.name, averages, nan_to_null=nulls)
-    return found.cast(column.dtype) if column.dtype.is_float() else found

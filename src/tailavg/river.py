@@ -65,16 +65,13 @@ class TailMean(stats.base.RollingUnivariate):
         self._average.update(x if x.__class__ is float else _number(x))
 
     def get(self) -> float:
-        """The mean now; 0 before the first sample."""
-        try:
-            value: float = self._average.value()
-        except ValueError:  # there is no sample yet
-            return 0.0
-        return value
+        """Return the mean; 0 before the first sample."""
+        mean: float = self._average.value() if self._average.count else 0.0
+        return mean
 
     @property
     def window_size(self) -> int:
-        """How many samples the window has now: of a fraction, more and more."""
+        """The number of samples in the window; with a fraction, it grows."""
         return math.ceil(self._average.size)
 
     @property
@@ -84,12 +81,12 @@ class TailMean(stats.base.RollingUnivariate):
         return "_".join(["tailmean", *re.findall(r"[\w.]+", fields)]).lower()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, which `TailAverage` reads too."""
+        """Return the state, which `TailAverage` reads too."""
         return self._average.state_dict()
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> TailMean:
-        """The mean that goes on from a state of numbers, saved here or by `TailAverage`.
+        """Return the mean that goes on from a state of numbers, saved here or by `TailAverage`.
 
         Examples:
             >>> average = TailAverage(100)
@@ -190,7 +187,7 @@ class TailAverager(optim.base.Optimizer):
         return w
 
     def _averaged(self, weights: list[float]) -> list[float]:
-        """Take the weights after a step; their averages."""
+        """Take the weights after a step, and return their averages."""
         average, room, size = self._average, self._room, len(weights)
         if size > room:  # as much again, so that new features seldom find none
             average, room = _widened(average, 2 * size - room), 2 * size
@@ -244,12 +241,12 @@ def _number(x: Any) -> float:
 
 
 def _items(w: Any) -> Any:
-    """The weights with their names; those of an array have numbers."""
+    """Return the weights with their names; those of an array have numbers."""
     return enumerate(w) if isinstance(w, np.ndarray) else w.items()
 
 
 def _widened(average: TailAverage, more: int) -> TailAverage:
-    """An average with so many more elements, that have all been 0."""
+    """Return an average with so many more elements, which have all been 0."""
     if not average.count:
         return average
     state = average.state_dict()

@@ -7,10 +7,10 @@ load the best model. `TailAverageCallback.attach` gives the mixin to an existing
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -63,19 +63,20 @@ class _Options(NamedTuple):
 
     @classmethod
     def of(cls, tail_average: TailAverageOption) -> _Options:
-        if not isinstance(tail_average, Mapping):
-            tail_average = {"rule": tail_average}
-        others = dict(tail_average)
-        known = [*inspect.signature(ParameterAverage).parameters, "window"]
-        known.remove("model")  # the Trainer has it
-        if "rule" not in others or not set(others) <= set(known):
+        others: dict[str, Any] = {"rule": tail_average}
+        if isinstance(tail_average, Mapping):
+            others = dict(tail_average)
+        window = others.pop("window", None)
+        try:
+            signature(ParameterAverage).bind("model", **others)
+        except TypeError as error:
             raise ValueError(
-                'tail_average: expected a number, a rule, or a dict with a "rule" and any of '
-                f"{known[1:]}, got {tail_average!r}"
-            )
-        options = cls(as_rule(others.pop("rule")), others.pop("window", None), others)
-        window_of(options.rule, options.window, 1)
-        return options
+                'tail_average: expected a number, a rule, or a dict with a "rule", a "window" and '
+                f"options of ParameterAverage, got {tail_average!r}: {error}"
+            ) from error
+        rule = as_rule(others.pop("rule"))
+        window_of(rule, window, 1)
+        return cls(rule, window, others)
 
     def check(self, steps: int) -> None:
         """Raise now if the window will be too short for an `AnyTail` after `steps` steps."""

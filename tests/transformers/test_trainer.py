@@ -377,7 +377,7 @@ def test_what_cannot_be_right_is_refused(tmp_path):
 
     for wrong, message in [
         ({"window": 0.5}, 'expected a number, a rule, or a dict with a "rule"'),
-        ({"rule": 0.5, "windows": 1}, "and any of .*'window'.*, got .*windows"),
+        ({"rule": 0.5, "windows": 1}, "unexpected keyword argument 'windows'"),
         (AnyTail(), "AnyTail has no window of its own"),
         ({"rule": 0.5, "window": 0.5}, "has its own window, got 0.5"),
     ]:
@@ -387,7 +387,7 @@ def test_what_cannot_be_right_is_refused(tmp_path):
         TailAverageTrainer(model=tiny(), args=arguments(tmp_path))
     # a window that would be too short at the last evaluation
     short = trainer(rule={"rule": AnyTail(), "window": Decay(0.05, "cosine")})
-    with pytest.raises(ValueError, match=r"at least 0\.1 of the samples so far, 3 of 30"):
+    with pytest.raises(ValueError, match=r"at least 0\.1 of the samples so far, .*3 of 30"):
         short.train()
     assert short.state.global_step == 0
 

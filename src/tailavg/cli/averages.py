@@ -12,7 +12,7 @@ from tailavg.core.windows import Window
 from tailavg.numpy import TailAverages
 from tailavg.numpy.arithmetic import Array
 from tailavg.numpy.kernel import LONG, kernel
-from tailavg.numpy.keyed import Part, part_of, sorted_by_group
+from tailavg.numpy.keyed import part_of
 
 __all__ = ["Averages", "Reads"]
 
@@ -36,7 +36,6 @@ class Averages:
         self._columns = columns
         self._taken = 0  # rows that came in blocks
         self._held = [TailAverages(rule) for _ in range(columns) for rule in self.rules]
-        self._known: list[set[Any]] = [set() for _ in self._held]  # steps of states, checked
 
     def __len__(self) -> int:
         return len(self._held[0])
@@ -57,12 +56,12 @@ class Averages:
         """Take rows, each of a key; the averages after every `every`-th, and which those are."""
         codes, names, _ = part_of(keys, rows[:, 0])
         assert codes is not None
-        order, grouped = sorted_by_group(codes, len(names))
-        if order is None or grouped is None:
-            order, grouped = np.arange(len(codes)), codes
-        starts = np.searchsorted(grouped, np.arange(len(names)))
+        if every == 1:
+            return self._scan(codes, names, rows), [True] * len(codes)
+        order = np.argsort(codes, kind="stable")
+        starts = np.searchsorted(codes, np.arange(len(names)), sorter=order)
         counts = np.empty(len(codes), np.int64)  # of each row's key, after it
-        counts[order] = np.arange(1, len(codes) + 1) - starts[grouped]
+        counts[order] = np.arange(1, len(codes) + 1) - starts[codes[order]]
         counts += self._held[0].counts(names)[codes]
         averages, shown = self._scan(codes, names, rows), counts % every == 0
         return averages[shown], shown.tolist()
@@ -82,7 +81,7 @@ class Averages:
         for i, averages in enumerate(self._held):
             column, rule = divmod(i, len(self.rules))
             places = [place for place, read in enumerate(self._reads) if read[0] == rule]
-            part: Part = codes, keys, np.ascontiguousarray(rows[:, column])
+            part = codes, keys, np.ascontiguousarray(rows[:, column])
             windows = [self._reads[place][1] for place in places]
             (found,) = averages.scan_parts([part], windows, same_bits=True)
             out[:, [column * several + place for place in places]] = found.T
@@ -102,8 +101,8 @@ class Averages:
             raise ValueError(f"expected averages of {self._columns} columns, got {len(saved)}")
         if len({state["count"] for state in saved}) > 1:
             raise ValueError("expected averages of equally many numbers")
-        for averages, known, state in zip(self._held, self._known, saved, strict=True):
+        for averages, state in zip(self._held, saved, strict=True):
             for x in (*state["blocks"], state["partial"]):
                 if x.__class__ is not float:
                     raise ValueError(f"expected a number, got {x!r}")
-            averages.restore([(key, *(state[name] for name in _OWN))], known)
+            averages.restore([(key, *(state[name] for name in _OWN))])

@@ -549,7 +549,8 @@ def write_keyed(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
     """
     state = check_keyed(state)
     arrays = {name: np.array(state[name], np.int64) for name in ("counts", "folded")}
-    arrays["keys"] = np.frombuffer(json.dumps(state["keys"]).encode(), np.uint8)
+    keys = json.dumps(state["keys"], default=lambda key: key.item())  # NumPy's numbers
+    arrays["keys"] = np.frombuffer(keys.encode(), np.uint8)
     arrays["partial"] = np.array(state["partial"], np.float64)
     arrays["held"] = np.array([len(starts) for starts in state["starts"]], np.int64)
     arrays["starts"] = np.array([x for found in state["starts"] for x in found], np.int64)

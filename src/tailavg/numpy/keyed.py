@@ -1,14 +1,20 @@
-"""`TailAverages`: an average of numbers for each key."""
+"""`TailAverages`: an average of numbers for each key.
+
+pandas, polars and `tailavg stream --by` average through it. Spark holds the states itself, so it
+takes `scan_groups`, and `from_row` and `as_row` for states that come and go as JSON.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Self
 
 import numpy as np
 
+from tailavg.core.clock import clock_for
 from tailavg.core.decay import Reading
 from tailavg.core.rules import AnyTail, ExactWindow, Rule, window_of
 from tailavg.core.windows import AnyWindow, shown
@@ -19,24 +25,25 @@ from tailavg.numpy.kernel import kernel
 from tailavg.numpy.table import Table
 
 __all__ = [
-    "Part",
     "TailAverages",
     "as_row",
     "averages_for",
     "from_row",
+    "keys_of_column",
     "part_of",
-    "sorted_by_group",
+    "scan_groups",
 ]
 
 LIVE = 1024
-"""So many keys that are updated one by one are held as a `TailAverage`, which is faster."""
+"""The most keys that are held as a `TailAverage` while they are updated one by one."""
 
 _FLOAT64 = np.dtype(np.float64)
-_LISTS = ("keys", "counts", "starts", "blocks", "folded", "partial")
+_STEPS = ("count", "starts", "blocks", "folded", "partial")  # what a state has for each key
+_LISTS = ("keys", "counts", *_STEPS[1:])
 
 Part = tuple[Array | None, Sequence[Hashable], Array]
-"""Samples of groups: the group of each, as its place among the keys, or -1 if it has none; the
-keys; the samples. There may be one key only, and no codes."""
+"""The samples of a column: the place of each sample's key among the keys, or -1 if it has no key;
+the keys; the samples. If there is one key, the places may be None."""
 
 
 class TailAverages(Mapping[Any, TailAverage]):
@@ -59,15 +66,18 @@ class TailAverages(Mapping[Any, TailAverage]):
         (4.0, 3, ['a', 'b'])
     """
 
-    # The averages are the rows of a table. A few of them, which are updated one by one, are for a
-    # while held as `TailAverage`s instead; those of an ExactWindow, which has no table, always are.
+    # Each average is a row of `_table`. A scan writes its results to free rows; then one update of
+    # `_rows` puts them to use. So an interrupted scan changes nothing.
+    #
+    # `_live` is a cache of rows as `TailAverage`s, for updates one by one, which are 50 times as
+    # fast. `_settle` writes it back, before anything else looks at the table.
 
     def __init__(self, rule: AnyWindow | Rule, *, nan_policy: NanPolicy = "propagate") -> None:
         self._empty = TailAverage(rule, dtype=_FLOAT64, nan_policy=nan_policy)
+        self._table = self._new_table(0)
         self._rows: dict[Any, int] = {}
-        self._free: list[int] = []  # rows of keys that were deleted
+        self._free: list[int] = []  # rows of the table that have no key
         self._live: dict[Any, TailAverage] = {}
-        self._table = None if isinstance(self.rule, ExactWindow) else Table(self.rule)
 
     @property
     def rule(self) -> Rule:
@@ -81,34 +91,26 @@ class TailAverages(Mapping[Any, TailAverage]):
 
     def update(self, key: Hashable, x: Any) -> None:
         """Take one sample of a key."""
-        average = self._average(key)
-        if average is not None:
-            average.update(x)
+        if key in self._rows:
+            self._average(key).update(x)
             return
         sample = numbers(x, "sample")
         if sample.ndim:
             raise ValueError(f"sample: expected a number, got an array of shape {sample.shape}")
-        _check_key(key)
         average = self._empty.copy()
         average.update(sample.item())
         if average.count:
-            if len(self._live) >= LIVE:
-                self._settle()
-            self._live[key] = average
-            self._rows[key] = self._free.pop() if self._free else len(self._rows)
+            self._hold([([key], np.array([-1]), as_row(average))])
 
     def value(self, key: Hashable, window: Reading | None = None) -> float:
-        """The average of a key now. An `AnyTail` is asked for a window or `Decay`.
+        """Return the average of a key. An `AnyTail` needs a window or a `Decay`.
 
         Examples:
             >>> TailAverages(100).value("loss")
             Traceback (most recent call last):
             KeyError: "key: expected one that has had a sample, got 'loss'"
         """
-        average = self._average(key)
-        if average is None:
-            raise _no_key(key)
-        value: float = average.value(window)
+        value: float = self._average(key).value(window)
         return value
 
     def update_many(self, keys: Any, xs: Any) -> None:
@@ -128,34 +130,50 @@ class TailAverages(Mapping[Any, TailAverage]):
     def scan(self, keys: Any, xs: Any, window: Reading | None = None) -> Array:
         """Take many samples, and return the average of its key after each.
 
-        Keys may come in any order. An `AnyTail` is asked for a window or `Decay`.
+        Keys may come in any order. An `AnyTail` needs a window or a `Decay`.
 
         Examples:
             >>> TailAverages(0.5).scan([1, 2, 1, 2], [1.0, 10.0, 2.0, 20.0])
             array([ 1., 10.,  2., 20.])
         """
-        if isinstance(window, list | tuple):
-            raise ValueError(f"window: expected one, got {shown(window)}")
-        (averages,) = self.scan_parts([part_of(keys, xs)], [window])
-        first: Array = averages[0]
-        return first
+        averages: Array = self.scan_parts([part_of(keys, xs)], [window])[0][0]
+        return averages
+
+    def scan_parts(
+        self,
+        parts: Sequence[Part],
+        windows: Sequence[Reading | None] = (None,),
+        *,
+        keep: bool = True,
+        same_bits: bool = False,
+    ) -> list[Array]:
+        """Take samples of several columns, which share no key: all of them, or none.
+
+        Return the averages of each column: a row for each window. Without `keep`, all keys are new,
+        and none is held afterwards. For `same_bits`, see `scan_groups`.
+        """
+        if keep:
+            self._settle()
+        out, changes = [], []
+        for codes, keys, xs in parts:
+            table, rows = self._new_table(len(keys)), np.full(len(keys), -1)
+            if keep and self._rows:
+                rows = np.array([self._rows.get(key, -1) for key in keys], np.int64)
+                table.put(np.flatnonzero(rows >= 0), self._table.take(rows[rows >= 0]))
+            changes.append((keys, rows, table))
+            out.append(scan_groups(table, codes, xs, windows, self.nan_policy, same_bits=same_bits))
+        if keep:
+            self._hold(changes)
+        return out
 
     def __getitem__(self, key: Hashable) -> TailAverage:
-        average = self._average(key)
-        if average is None:
-            raise _no_key(key)
-        return average.copy()
+        return self._average(key).copy()
 
     def __delitem__(self, key: Hashable) -> None:
-        if key not in self:
-            raise _no_key(key)
-        self._settle()
-        row = self._rows.pop(key)
-        if self._table is None:
-            del self._live[key]
-        else:
-            self._table.put(np.array([row]), Table(self.rule, 1))
-            self._free.append(row)
+        row = self._row(key)
+        self._live.pop(key, None)
+        del self._rows[key]
+        self._free.append(row)
 
     def __contains__(self, key: object) -> bool:
         return key in self._rows
@@ -182,10 +200,21 @@ class TailAverages(Mapping[Any, TailAverage]):
             options += f", nan_policy={self.nan_policy!r}"
         return f"<TailAverages({options}): {len(self) or 'no'} keys>"
 
+    def copy(self) -> Self:
+        """Return averages in the same states, which go their own ways from here."""
+        self._settle()
+        copy = object.__new__(type(self))
+        copy.__dict__.update(self.__dict__)
+        copy._rows, copy._free, copy._live = self._rows.copy(), self._free.copy(), {}
+        copy._table = self._table.take(np.arange(len(self._table)))
+        return copy
+
+    __copy__ = copy
+
     # States.
 
     def state_dict(self) -> dict[str, Any]:
-        """All there is to know, as plain data: lists with an entry for each key.
+        """Return the whole state as plain data: lists with an entry for each key.
 
         Examples:
             >>> averages = TailAverages(2)
@@ -200,20 +229,47 @@ class TailAverages(Mapping[Any, TailAverage]):
         return layout.keyed_state(self.rule, nan_policy=self.nan_policy, **lists)
 
     def steps_of(self, key: Any) -> tuple[int, list[int], list[float], int, float]:
-        """What is special to a key in a state: count, starts, blocks, folded, partial."""
+        """Return what a state has for a key: count, starts, blocks, folded, partial."""
         self._settle()
-        if self._table is None:
-            state = self._live[key].state_dict()
-            return tuple(state[name] for name in ("count", "starts", "blocks", "folded", "partial"))
         table, row = self._table, self._rows[key]
+        if isinstance(table, _ExactTable):
+            state = table.averages[row].state_dict()
+            return tuple(state[name] for name in _STEPS)
         count, starts = int(table.counts[row]), table.starts[row].tolist()
         empty = sum(start == end for start, end in pairwise([*starts, count]))
         means, total = table.means[row, empty:, 0].tolist(), float(table.sums[row, 0])
         return count, starts[empty:], means, int(table.folded[row]), total
 
+    def restore(self, entries: Iterable[tuple[Any, ...]]) -> None:
+        """Add keys, each with its `steps_of`. Raise a ValueError if those are impossible."""
+        self._settle()
+        for each, count, starts, blocks, folded, partial in entries:
+            key = _tuples(each)
+            _check_key(key)
+            if key in self._rows:
+                raise ValueError(f"state: keys: expected each once, got {shown(key)} again")
+            if not count or len(blocks) != len(starts):
+                raise ValueError(
+                    f"corrupt state: {count} samples, {len(starts)} block starts, {len(blocks)} "
+                    "blocks"
+                )
+            (row,), table = self._free_rows(1), self._table
+            if isinstance(table, _ExactTable):
+                steps = dict(zip(_STEPS, (count, starts, blocks, folded, partial), strict=True))
+                state = self._empty.state_dict() | steps
+                table.averages[row] = TailAverage.from_state_dict(state)
+            else:
+                _check_steps(self.rule, count, tuple(starts), folded)
+                table.counts[row], table.folded[row], table.sums[row] = count, folded, partial
+                table.starts[row], table.means[row] = 0, 0.0
+                first = table.starts.shape[1] - len(starts)
+                table.starts[row, first:], table.means[row, first:, 0] = starts, blocks
+            del self._free[-1]
+            self._rows[key] = row
+
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Self:
-        """The averages that `state_dict` saved; they go on as if they had never stopped.
+        """Return the averages that `state_dict` saved; they go on as if they had never stopped.
 
         A list among the keys, as JSON has them, becomes a tuple.
         """
@@ -225,64 +281,23 @@ class TailAverages(Mapping[Any, TailAverage]):
         averages.restore(zip(*(state[name] for name in _LISTS), strict=True))
         return averages
 
-    def counts(self, keys: Sequence[Any]) -> Array:
-        """The number of samples of each of some keys; 0 if a key is not there."""
-        self._settle()
-        if self._table is None:
-            found = [self._live[key].count if key in self._live else 0 for key in keys]
-            return np.array(found, np.int64)
-        rows = np.array([self._rows.get(key, -1) for key in keys], np.int64)
-        counts: Array = np.append(self._table.counts, 0)[rows]
-        return counts
-
-    def restore(self, entries: Any, known: set[Any] | None = None) -> None:
-        """Add keys with their states: see `steps_of`. Raise a ValueError if one is impossible.
-
-        Steps that were checked are put into `known`, to be given to the next call.
-        """
-        known = set() if known is None else known
-        for each, count, starts, blocks, folded, partial in entries:
-            key = _tuples(each)
-            _check_key(key)
-            if key in self._rows:
-                raise ValueError(f"state: keys: expected each once, got {shown(key)} again")
-            if len(blocks) != len(starts):
-                raise ValueError(
-                    f"state: sizes do not add up: {len(starts)} starts, {len(blocks)} blocks"
-                )
-            steps = count, tuple(starts), folded
-            if steps not in known:  # which takes a millisecond to check, and keys are often alike
-                layout.check_steps(count, starts, folded)
-                if not count:
-                    raise ValueError("state: counts: expected at least one sample, got 0")
-                self._empty._clock.copy().restore(count, starts, folded)
-                known.add(steps)
-            row = self._rows[key] = len(self._rows)
-            if self._table is None:
-                average = self._live[key] = self._empty.copy()
-                average._clock.restore(count, starts, folded)
-                average._begin(None, _FLOAT64)
-                average._restore(np.array(blocks, np.float64), np.array(partial, np.float64))
-                average._commit()
-                continue
-            table = self._table
-            self._grow(row + 1)
-            table.counts[row], table.folded[row], table.sums[row] = count, folded, partial
-            first = table.starts.shape[1] - len(starts)
-            table.starts[row, first:], table.means[row, first:, 0] = starts, blocks
-
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write all to one file (npz, no pickle), whole or not at all.
+        """Write the state to one file (npz, no pickle), atomically.
 
         Raises:
             TypeError: If a key is not a str, int, float, bool, None, or a tuple of such.
         """
-        state = self.state_dict()
-        layout.write_keyed(path, state | {"keys": list(map(_plain_key, state["keys"]))})
+        try:
+            layout.write_keyed(path, self.state_dict())
+        except (TypeError, AttributeError) as error:
+            raise TypeError(
+                "save: keys: expected str, int, float, bool, None, or tuples of these; use other "
+                f"keys, or pickle the averages: {error}"
+            ) from error
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> TailAverages:
-        """The averages that `save` wrote.
+        """Return the averages that `save` wrote.
 
         Examples:
             >>> import tempfile
@@ -295,202 +310,175 @@ class TailAverages(Mapping[Any, TailAverage]):
         """
         return cls.from_state_dict(layout.read_keyed(path))
 
-    def copy(self) -> Self:
-        """Averages in the same states, that go their own ways from here."""
-        copy = object.__new__(type(self))
-        copy.__dict__.update(self.__dict__)
-        copy._rows, copy._free = self._rows.copy(), self._free.copy()
-        copy._live = {key: average.copy() for key, average in self._live.items()}
-        if self._table is not None:
-            copy._table = self._table.take(np.arange(len(self._table)))
-        return copy
+    def counts(self, keys: Sequence[Any]) -> Array:
+        """Return the number of samples of each of these keys; 0 if there is no such key."""
+        self._settle()
+        rows = np.array([self._rows.get(key, -1) for key in keys], np.int64)
+        counts: Array = np.append(self._table.counts, 0)[rows]
+        return counts
 
-    __copy__ = copy
+    # The table.
 
-    # Where averages are.
+    def _new_table(self, rows: int) -> Any:
+        exact = isinstance(self.rule, ExactWindow)
+        return _ExactTable(self._empty, rows) if exact else Table(self.rule, rows)
 
-    def _average(self, key: Hashable) -> TailAverage | None:
-        """The average of a key, to be updated or read; None if there is none."""
+    def _row(self, key: Hashable) -> int:
+        if key not in self._rows:
+            raise KeyError(f"key: expected one that has had a sample, got {shown(key)}")
+        return self._rows[key]
+
+    def _average(self, key: Hashable) -> TailAverage:
+        """Return the average of a key, to be updated or read."""
         average = self._live.get(key)
-        if average is None and self._table is not None:
-            row = self._rows.get(key)
-            if row is None:
-                return None
+        if average is None:
+            row = self._row(key)
             if len(self._live) >= LIVE:
                 self._settle()
             average = self._live[key] = from_row(self._table, row, self._empty)
         return average
 
     def _settle(self) -> None:
-        """Put averages that are held by themselves back into the table."""
-        if self._table is None:
-            return
+        """Write the cached averages back to the table."""
         for key, average in self._live.items():
-            row = self._rows[key]
-            self._grow(row + 1)
-            self._table.put(np.array([row]), as_row(average))
+            self._table.put(np.array([self._rows[key]]), as_row(average))
         self._live = {}
 
-    def _grow(self, rows: int) -> None:
-        assert self._table is not None
-        if rows > len(self._table):
-            self._table.grow(rows + rows // 4 + 16)
+    def _free_rows(self, number: int) -> list[int]:
+        """Return so many rows without a key. They stay free until they are deleted from `_free`."""
+        size = len(self._table)
+        if len(self._free) < number:
+            self._table.grow(size + number + size // 4 + 16)
+            self._free.extend(range(size, len(self._table)))
+        return self._free[len(self._free) - number :]
 
-    # Many samples at a time.
+    def _hold(self, changes: Sequence[tuple[Sequence[Hashable], Array, Any]]) -> None:
+        """Hold these averages: the keys, their rows until now or -1, and a table of the new ones.
 
-    def scan_parts(
-        self,
-        parts: Sequence[Part],
-        windows: Sequence[Reading | None] = (None,),
-        *,
-        keep: bool = True,
-        same_bits: bool = False,
-    ) -> list[Array]:
-        """As `scan`, for parts whose keys differ, and several windows: all are taken, or none.
-
-        For adapters. Of each part, the averages by each window. Without `keep`, nothing is taken:
-        the averages are those of new keys. With `same_bits`, they are those of updates one by one
-        to the last bit, which takes longer without numba.
+        A key without samples is left out.
         """
-        for _, _, xs in parts:
-            self._check(xs)
-        for window in windows:
-            window_of(self.rule, window, 1)
-        if keep:
-            self._settle()
-        found = [self._scan_part(part, windows, keep, same_bits) for part in parts]
-        if keep:
-            self._take(parts, [held for _, held in found])
-        return [averages for averages, _ in found]
+        kept = [np.flatnonzero(table.counts) for _, _, table in changes]
+        free = self._free_rows(sum(map(len, kept)))
+        new, old, start = dict[Any, int](), list[int](), 0
+        for (keys, rows, table), places in zip(changes, kept, strict=True):
+            for place in places[rows[places] < 0].tolist():
+                _check_key(keys[place])
+            into = free[start : start + len(places)]
+            self._table.put(np.array(into, np.int64), table.take(places))
+            new.update(zip([keys[place] for place in places.tolist()], into, strict=True))
+            old += rows[rows >= 0].tolist()
+            start += len(places)
+        # if one of these is interrupted, there are rows that are neither free nor used
+        del self._free[len(self._free) - len(free) :]
+        self._rows.update(new)
+        self._free += old
 
-    def _check(self, xs: Array) -> None:
-        if xs.ndim != 1:
-            raise ValueError(f"samples: expected a sequence of numbers, got shape {xs.shape}")
-        if xs.dtype.kind == "c":
-            raise TypeError(f"samples: expected real numbers, got {xs.dtype}")
-        if self.nan_policy == "raise" and has_nan(xs):
-            bad = np.isnan(xs)
-            raise ValueError(
-                f"samples: expected no NaN (nan_policy='raise'), got {int(bad.sum())}, the first "
-                f"at index {int(bad.argmax())}"
-            )
 
-    @np.errstate(all="ignore")
-    def _scan_part(
-        self, part: Part, windows: Sequence[Any], keep: bool, same_bits: bool
-    ) -> tuple[Array, Any]:
-        """The averages of one part, and what its keys then hold: a table, or averages."""
-        codes, keys, xs = part
-        if codes is not None and len(codes) != len(xs):
-            raise ValueError(f"keys: expected as many as samples, {len(xs)}, got {len(codes)}")
-        loops = kernel(len(xs), max(1, len(keys)), same_bits=same_bits)
-        order, codes = sorted_by_group(codes, len(keys), loops)
-        samples = np.asarray(xs if order is None else xs[order], np.float64)
-        counted = None
-        if self.nan_policy == "omit" and has_nan(samples):
-            counted = ~np.isnan(samples)
-        held: Any
-        if self._table is None:
-            averages, held = self._scan_apart(codes, keys, samples, keep, same_bits)
-        else:
-            held = Table(self.rule, len(keys))
-            if keep and self._rows:
-                rows = np.array([self._rows.get(key, -1) for key in keys], np.int64)
-                held.put(np.flatnonzero(rows >= 0), self._table.take(rows[rows >= 0]))
-            if isinstance(self.rule, AnyTail):
-                sizes = len(xs) if codes is None else np.bincount(codes, minlength=len(keys))
-                for t in np.unique(held.counts + sizes).tolist():
-                    windows = [window_of(self.rule, window, t) for window in windows]
-            averages = held.scan_groups(codes, samples, counted, windows, loops)
-        if order is None:
-            return averages, held
-        out = np.full((len(windows), len(xs)), np.nan)  # also of rows that have no group
-        out[:, order] = averages
-        return out, held
+class _ExactTable:
+    """Averages that keep samples, with those methods of a `Table` that are used here.
 
-    def _scan_apart(
-        self, codes: Array | None, keys: Sequence[Any], xs: Array, keep: bool, same_bits: bool
-    ) -> tuple[Array, list[TailAverage]]:
-        """As `Table.scan_groups`, for averages that keep samples."""
-        sizes = [len(xs)] if codes is None else np.bincount(codes, minlength=len(keys)).tolist()
-        held = [
-            self._live[key].copy() if keep and key in self._live else self._empty.copy()
-            for key in keys
-        ]
-        out, at = np.full((1, len(xs)), np.nan), 0
-        for average, size in zip(held, sizes, strict=True):
-            if same_bits and kernel(size) is None:  # array operations have other last digits
-                for i in range(at, at + size):
+    An average in a row is replaced when it changes, so tables may share it.
+    """
+
+    def __init__(self, empty: TailAverage, rows: int) -> None:
+        self.rule, self._empty = empty.rule, empty
+        self.averages = np.full(rows, empty, object)
+
+    def __len__(self) -> int:
+        return len(self.averages)
+
+    @property
+    def counts(self) -> Array:
+        return np.array([average.count for average in self.averages], np.int64)
+
+    def take(self, rows: Array) -> _ExactTable:
+        taken = _ExactTable(self._empty, 0)
+        taken.averages = self.averages[rows]
+        return taken
+
+    def put(self, rows: Array, other: _ExactTable) -> None:
+        self.averages[rows] = other.averages
+
+    def grow(self, rows: int) -> None:
+        more = np.full(rows - len(self), self._empty, object)
+        self.averages = np.append(self.averages, more)
+
+    def scan_groups(
+        self, codes: Array | None, xs: Array, counted: Any, windows: Any, loops: Any
+    ) -> Array:
+        sizes = [len(xs)] if codes is None else np.bincount(codes, minlength=len(self))
+        bounds = np.concatenate([[0], np.cumsum(sizes)])
+        out = np.full((1, len(xs)), np.nan)
+        for row in np.flatnonzero(sizes):
+            average = self.averages[row] = self.averages[row].copy()
+            group = slice(bounds[row], bounds[row + 1])
+            if loops is not None and kernel(int(sizes[row])) is None:
+                for i in range(group.start, group.stop):  # a scan would not give the same bits
                     average.update(xs[i])
-                    out[0, i] = average.value()
-            elif size:
-                out[0, at : at + size] = average.scan(xs[at : at + size])
-            at += size
-        return out, held
-
-    def _take(self, parts: Sequence[Part], found: list[Any]) -> None:
-        """Hold what the keys of parts hold after a scan: all of it, or nothing."""
-        new, live, free = dict[Any, int](), self._live, self._free.copy()
-        following = len(self._rows) + len(free)
-        changes: list[tuple[Array, Table]] = []
-        for (_, keys, _), held in zip(parts, found, strict=True):
-            counts = [each.count for each in held] if self._table is None else held.counts.tolist()
-            rows = []
-            for key, count in zip(keys, counts, strict=True):
-                row = self._rows.get(key, -1)
-                if row < 0 and count:
-                    _check_key(key)
-                    row = new[key] = free.pop() if free else following
-                    following += row == following
-                rows.append(row)
-            if self._table is None:
-                averages = zip(keys, held, counts, strict=True)
-                live = live | {key: average for key, average, count in averages if count}
+                    out[0, i] = average.value() if average.count else np.nan
             else:
-                used = np.flatnonzero(np.array(rows, np.int64) >= 0)
-                changes.append((np.array(rows, np.int64)[used], held.take(used)))
-        if self._table is not None:
-            self._grow(following)
-        table = self._table
-        before = [] if table is None else [(which, table.take(which)) for which, _ in changes]
-        was = self._live, self._free
-        try:
-            for change in changes:
-                self._table.put(*change)  # type: ignore[union-attr]
-            self._rows.update(new)
-            self._live, self._free = live, free
-        except BaseException:
-            for key in new:
-                self._rows.pop(key, None)
-            for change in before:
-                self._table.put(*change)  # type: ignore[union-attr]
-            self._live, self._free = was
-            raise
+                out[0, group] = average.scan(xs[group])
+        return out
 
 
-def as_row(average: TailAverage) -> Table:
-    """Return what an average of numbers holds, as a table of one row."""
-    _ = average._now
-    return average._table()
+def scan_groups(
+    table: Any,
+    codes: Array | None,
+    xs: Array,
+    windows: Sequence[Reading | None],
+    nan_policy: NanPolicy,
+    *,
+    same_bits: bool = False,
+    name: str = "samples",
+) -> Array:
+    """Take numbers, each of a row of a table, and return the averages of its row after each.
+
+    As `Table.scan_groups`, but `codes` may come in any order, a number may have none (-1), and the
+    arguments are checked. The averages are NaN before the first sample. With `same_bits`, they are
+    those of updates one by one to the last bit, which takes longer without numba. An error calls
+    the numbers `name`, and may leave the table changed.
+    """
+    if xs.ndim != 1:
+        raise ValueError(f"{name}: expected a sequence of numbers, got shape {xs.shape}")
+    if xs.dtype.kind == "c":
+        raise TypeError(f"{name}: expected real numbers, got {xs.dtype}")
+    if codes is not None and len(codes) != len(xs):
+        raise ValueError(f"keys: expected as many as samples, {len(xs)}, got {len(codes)}")
+    loops = kernel(len(xs), max(1, len(table)), same_bits=same_bits)
+    order, codes = _sorted_by_group(codes, len(table), loops)
+    samples = np.asarray(xs if order is None else xs[order], np.float64)
+    counted = None
+    if nan_policy != "propagate" and has_nan(samples):
+        missing = np.isnan(samples)
+        if nan_policy == "raise":
+            first = missing.argmax() if order is None else order[missing].min()
+            raise ValueError(
+                f"{name}: expected no NaN (nan_policy='raise'), got {int(missing.sum())}, the "
+                f"first at index {first}"
+            )
+        counted = ~missing
+    if isinstance(table.rule, AnyTail):
+        sizes = len(xs) if codes is None else np.bincount(codes, minlength=len(table))
+        last = int(np.max(table.counts + sizes, initial=1))  # what can be read then, always can
+        windows = [window_of(table.rule, window, last) for window in windows]
+    else:
+        for window in windows:
+            window_of(table.rule, window, 1)  # raises unless it is None
+    with np.errstate(all="ignore"):
+        averages: Array = table.scan_groups(codes, samples, counted, windows, loops)
+    if order is None:
+        return averages
+    out = np.full((len(windows), len(xs)), np.nan)
+    out[:, order] = averages
+    return out
 
 
-def from_row(table: Table, row: int, empty: TailAverage) -> TailAverage:
-    """Return the average in a row of a table of numbers; `empty` is one without samples."""
-    average = empty.copy()
-    if table.counts[row]:
-        average._begin(None, _FLOAT64)
-        average._hold(table, row)
-        average._commit()
-    return average
-
-
-def sorted_by_group(
-    codes: Array | None, number: int, loops: Any = None
+def _sorted_by_group(
+    codes: Array | None, number: int, loops: Any
 ) -> tuple[Array | None, Array | None]:
     """Return the order that puts samples of a group together, and their codes in that order.
 
-    Samples without a group, whose code is negative, are left out. There is no order if none is
-    needed, and there are no codes if there is one group.
+    Samples without a group are left out. The order is None if the codes are sorted already.
     """
     if codes is None:
         return None, None
@@ -509,43 +497,74 @@ def sorted_by_group(
     return order, codes[order]
 
 
+def as_row(average: TailAverage) -> Any:
+    """Return an average of numbers as a table of one row."""
+    if isinstance(average.rule, ExactWindow):
+        return _ExactTable(average, 1)
+    _ = average._now
+    return average._table()
+
+
+def from_row(table: Any, row: int, empty: TailAverage) -> TailAverage:
+    """Return the average in a row of a table of numbers; `empty` is one without samples."""
+    if isinstance(table, _ExactTable):
+        found: TailAverage = table.averages[row].copy()
+        return found
+    average = empty.copy()
+    if table.counts[row]:
+        average._begin(None, _FLOAT64)
+        average._hold(table, row)
+        average._commit()
+    return average
+
+
 def averages_for(
     rule: AnyWindow | Rule, nan_policy: NanPolicy, state: TailAverages | None
 ) -> TailAverages:
-    """What an adapter scans with: the state that it is given, if that is as asked for."""
-    asked = TailAverages(rule, nan_policy=nan_policy)
+    """Return `state`, or new averages if it is None. Raise if its rule or nan_policy differs."""
+    new = TailAverages(rule, nan_policy=nan_policy)
     if state is None:
-        return asked
+        return new
     if not isinstance(state, TailAverages):
         raise TypeError(f"state: expected TailAverages, got {type(state).__name__}")
-    if (state.rule, state.nan_policy) != (asked.rule, asked.nan_policy):
+    if (state.rule, state.nan_policy) != (new.rule, new.nan_policy):
         raise ValueError(
-            f"state: expected TailAverages({asked.rule}, nan_policy={asked.nan_policy!r}), as "
-            f"asked for, got {state}"
+            f"state: expected TailAverages({new.rule}, nan_policy={new.nan_policy!r}), like the "
+            f"other arguments, got {state}"
         )
     return state
 
 
+def keys_of_column(
+    name: Hashable, keys: Sequence[Hashable] | None, named: bool
+) -> Sequence[Hashable]:
+    """Return what a column's keys are called in a state: its name, if it has no groups.
+
+    Otherwise the keys of the groups, or (name, key) if they are to be `named`.
+    """
+    if keys is None:
+        return [name]
+    return [(name, key) for key in keys] if named else keys
+
+
 def part_of(keys: Any, xs: Any) -> Part:
-    """Return samples by key as a `Part`."""
+    """Return samples as a `Part`; each has the key in the same place."""
     samples = numbers(xs, "samples") if np.size(xs) else np.empty(np.shape(xs))
     if samples.ndim == 0:
         raise ValueError(f"samples: expected a sequence of them, got the number {samples}")
-    if not hasattr(keys, "__len__"):
-        keys = list(keys)
-    if len(keys) != len(samples):
-        raise ValueError(f"keys: expected as many as samples, {len(samples)}, got {len(keys)}")
     if isinstance(keys, np.ndarray) and keys.dtype.kind in "iu" and keys.ndim == 1:
-        found, codes = np.unique(keys, return_inverse=True)
-        return codes, found.tolist(), samples
+        unique, codes = np.unique(keys, return_inverse=True)
+        return codes, unique.tolist(), samples
     each = keys.tolist() if hasattr(keys, "tolist") else list(keys)
-    places: dict[Any, Any] = dict.fromkeys(each)
-    places = {key: place for place, key in enumerate(places)}
+    places = {key: place for place, key in enumerate(dict.fromkeys(each))}
     return np.fromiter(map(places.__getitem__, each), np.int64, len(each)), list(places), samples
 
 
-def _no_key(key: Any) -> KeyError:
-    return KeyError(f"key: expected one that has had a sample, got {shown(key)}")
+@lru_cache(maxsize=4096)
+def _check_steps(rule: Rule, count: int, starts: tuple[int, ...], folded: int) -> None:
+    """Raise a ValueError unless an average can be there: it takes a while, and keys are alike."""
+    layout.check_steps(count, starts, folded)
+    clock_for(rule).restore(count, starts, folded)
 
 
 def _check_key(key: Hashable) -> None:
@@ -558,19 +577,5 @@ def _check_key(key: Hashable) -> None:
 
 
 def _tuples(key: Any) -> Any:
-    """A key from JSON, which has no tuples."""
+    """Return a key from JSON, which has no tuples."""
     return tuple(map(_tuples, key)) if isinstance(key, list | tuple) else key
-
-
-def _plain_key(key: Any) -> Any:
-    """A key as JSON can hold it."""
-    if type(key) is tuple:
-        return [_plain_key(part) for part in key]
-    if isinstance(key, np.bool_ | np.integer | np.floating | np.str_):
-        key = key.item()
-    if key is None or type(key) in (str, int, float, bool):
-        return key
-    raise TypeError(
-        f"save: key: expected a str, int, float, bool, None or a tuple of these, got {shown(key)} "
-        f"of type {type(key).__name__}; pickle the averages, or use other keys"
-    )

@@ -29,22 +29,8 @@ with needs("spark"):
 from tailavg.core.rules import AnyTail, ExactWindow, Rule, as_rule, shared_rules
 from tailavg.core.windows import AnyWindow, Fixed, Window, as_window, shown
 from tailavg.numpy.average import NanPolicy
-from tailavg.spark.job import (
-    BUCKET,
-    COLUMN,
-    EVERY,
-    KEPT,
-    KEY,
-    LATE,
-    ROWS,
-    STATE,
-    TIE,
-    Job,
-    Late,
-    Output,
-    from_bytes,
-    to_bytes,
-)
+from tailavg.spark import job as jobs
+from tailavg.spark.job import COLUMN, KEPT, KEY, LATE, STATE, TIE, Job, Late, Output
 
 __all__ = ["saved_states", "tail_mean"]
 
@@ -55,15 +41,9 @@ _ROCKSDB = "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProv
 _PROVIDER = "spark.sql.streaming.stateStore.providerClass"
 _BUNDLE = "bucket int, rows binary"
 
-_ORDERED: dict[str, Any] = {  # what rows can be ordered by
-    kind().simpleString(): kind()
-    for kind in (
-        *(kinds.ByteType, kinds.ShortType, kinds.IntegerType, kinds.LongType),
-        *(kinds.FloatType, kinds.DoubleType),
-        *(kinds.DateType, kinds.TimestampType, kinds.TimestampNTZType),
-    )
-}
-_NESTED = (kinds.ArrayType, kinds.MapType, kinds.StructType, kinds.VariantType)
+_NUMERIC = kinds.NumericType, kinds.BooleanType
+_PLAIN = kinds.AtomicType, kinds.NullType
+_ORDERED = tuple(type(kinds.StructType().add("", name)[0].dataType) for name in jobs.ORDERS)
 
 
 def tail_mean(
@@ -80,7 +60,7 @@ def tail_mean(
     initial_state: DataFrame | None = None,
     buckets: int = BUCKETS,
 ) -> DataFrame:
-    """The average of the tail of each key, after each row: of a stream or a table.
+    """Average the tail of each key, after each row of a stream or a table.
 
     The averages of `"loss"` are in a column `loss_tail`; of several windows there is one for each,
     such as `loss_tail_0_25`. A streaming query needs the RocksDB state store, append mode (the
@@ -113,44 +93,38 @@ def tail_mean(
             by side. It stays the same for a checkpoint.
     """
     columns, by = _names(columns, "columns"), _names(by, "by")
-    for name, value, allowed in (("output", output, Output), ("late", late, Late)):
+    for name, value, allowed in (
+        ("output", output, Output),
+        ("late", late, Late),
+        ("nan_policy", nan_policy, NanPolicy),
+    ):
         if value not in get_args(allowed):
             raise ValueError(f"{name}: expected one of {get_args(allowed)}, got {value!r}")
-    if nan_policy not in get_args(NanPolicy):
-        raise ValueError(f"nan_policy: expected one of {get_args(NanPolicy)}, got {nan_policy!r}")
     if type(buckets) is not int or not 1 <= buckets <= 4096:
         raise ValueError(f"buckets: expected an int from 1 to 4096, got {shown(buckets)}")
     reads, suffixes = _reads(window)
-    schema = df.schema
-    _check_columns(schema, columns, by, order_by)
     names = [f"{column}_tail{suffix}" for column in columns for suffix in suffixes]
-    if taken := [name for name in names if name in schema.names]:
-        raise ValueError(
-            f"df: expected no column {taken[0]!r}, where the averages go; rename or drop it"
-        )
+    _check_columns(df.schema, columns, by, order_by, names)
     if not by:
         df, by = df.withColumn(KEY, sql.lit("")), (KEY,)
-    if output == "latest":
-        df = df.select(*dict.fromkeys([*by, *_listed(order_by), *columns]))
-    if order_by is not None:
-        df = df.withColumn(TIE, sql.xxhash64(*columns))
-    rules = list(dict.fromkeys(rule for rule, _ in reads))
     job = Job(
         columns=columns,
-        rules=tuple(rules),
+        rules=tuple(dict.fromkeys(rule for rule, _ in reads)),
         by=by,
         order_by=order_by,
-        order_type=None if order_by is None else schema[order_by].dataType.simpleString(),
+        order_type=None if order_by is None else df.schema[order_by].dataType.typeName(),
         nan_policy=nan_policy,
         buckets=buckets,
-        reads=tuple((rules.index(rule), asked) for rule, asked in reads),
+        reads=tuple(reads),
         names=tuple(names),
         output=output,
         late=late,
     )
-    states = None
-    if initial_state is not None:
-        states = _initial(initial_state, df, by, order_by)
+    if output == "latest":
+        df = df.select(*dict.fromkeys([*job.key_and_order, *columns]))
+    if order_by is not None:
+        df = df.withColumn(TIE, sql.xxhash64(*columns))
+    states = None if initial_state is None else _initial(job, initial_state, df.schema)
     if df.isStreaming:
         averaged = _of_stream(job, df, states, ttl)
         late_rows = sql.coalesce(sql.sum(LATE), sql.lit(0)).alias("late")
@@ -165,7 +139,7 @@ def tail_mean(
 
 
 def saved_states(spark: SparkSession, checkpoint: str, operator: int = 0) -> DataFrame:
-    """The states that a streaming query has in its checkpoint, one row for each average.
+    """Return the states in the checkpoint of a streaming query, one row for each average.
 
     The columns are those of the key, `order_by` with the latest it has seen, `column`, the name of
     the column averaged, and `state`, JSON that `TailAverage.from_state_dict` takes. `tail_mean`
@@ -183,50 +157,41 @@ def saved_states(spark: SparkSession, checkpoint: str, operator: int = 0) -> Dat
     job = Job.from_text(described[0]["value"]["text"])
     saved = reader.option("stateVarName", "averages").load(checkpoint)
     key: Any = saved.schema["user_map_key"].dataType
-    found = [field for field in key if field.name != KEY]
-    chosen = [f"user_map_key.{field.name}" for field in found] + ["user_map_value.state"]
+    schema = kinds.StructType([field for field in key if field.name != KEY])
+    columns = [f"user_map_key.{name}" for name in schema.names] + ["user_map_value.state"]
     if job.order_by is not None:
-        found.append(kinds.StructField(job.order_by, _ORDERED[str(job.order_type)]))
-    found += [kinds.StructField(name, kinds.StringType()) for name in ("column", "state")]
-    return saved.select(*chosen).mapInArrow(job.spell, kinds.StructType(found))
+        schema = schema.add(job.order_by, str(job.order_type))
+    schema = schema.add("column", "string").add("state", "string")
+    return saved.select(*columns).mapInArrow(job.to_json, schema)
 
 
-def _names(names: str | Sequence[str], what: str) -> tuple[str, ...]:
-    found = (names,) if isinstance(names, str) else tuple(names)
-    if not all(isinstance(name, str) for name in found) or len(set(found)) < len(found):
-        raise ValueError(f"{what}: expected names of columns, each once, got {names!r}")
-    if not found and what == "columns":
+def _names(names: str | Sequence[str], option: str) -> tuple[str, ...]:
+    listed = (names,) if isinstance(names, str) else tuple(names)
+    if not all(isinstance(name, str) for name in listed) or len(set(listed)) < len(listed):
+        raise ValueError(f"{option}: expected names of columns, each once, got {names!r}")
+    if not listed and option == "columns":
         raise ValueError("columns: expected at least one to average, got none")
-    return found
-
-
-def _listed(name: str | None) -> list[str]:
-    return [] if name is None else [name]
+    return listed
 
 
 def _reads(window: Any) -> tuple[list[tuple[Rule, Window | None]], list[str]]:
-    """For each average of a column its rule, and the window to read if it has none; its name."""
+    """Return, for each average of a column, its rule and the window to read; and its suffix."""
     if isinstance(window, list | tuple):
-        windows = [as_window(one) for one in window]
+        windows = list(map(as_window, window))
         if not windows or len(set(windows)) < len(windows):
             raise ValueError(f"window: expected at least one, each once, got {window!r}")
-        return shared_rules(windows), [f"_{_text(one)}" for one in windows]
+        return shared_rules(windows), [f"_{_text(window)}" for window in windows]
     rule = as_rule(window)
-    if isinstance(rule, AnyTail):
+    if isinstance(rule, AnyTail | ExactWindow):
         raise ValueError(
-            "window: expected windows to read, such as [0.1, 0.25, 0.5], which share one AnyTail; "
-            f"got {rule}"
-        )
-    if isinstance(rule, ExactWindow):
-        raise ValueError(
-            f"window: expected a rule with a small state, got {rule}, which keeps its samples; "
-            "use Spark's avg over a Window with rowsBetween"
+            f"window: expected a window, or a rule that has one and keeps no samples, got {rule}; "
+            "several windows, such as [0.1, 0.25, 0.5], share one AnyTail"
         )
     return [(rule, None)], [""]
 
 
 def _text(window: Window) -> str:
-    """A window in the name of a column, without the dot that would need quotes in SQL."""
+    """Return a window for the name of a column: without a dot, which would need quotes in SQL."""
     if isinstance(window, Fixed):
         return str(window.k)
     most = "" if window.at_most is None else f"_{window.at_most}"
@@ -234,60 +199,61 @@ def _text(window: Window) -> str:
 
 
 def _check_columns(
-    schema: Any, columns: Sequence[str], by: Sequence[str], order_by: str | None
+    schema: Any,
+    columns: Sequence[str],
+    by: Sequence[str],
+    order_by: str | None,
+    new: Sequence[str],
 ) -> None:
-    def kind(name: str, what: str) -> Any:
-        if name not in schema.names:
-            raise ValueError(f"{what}: expected one of {schema.names}, got {name!r}")
-        return schema[name].dataType
-
+    """Raise unless the data has these columns, of the right types, and none of the new ones."""
     for name in schema.names:
         if "." in name or "`" in name:
             raise ValueError(
                 f"df: expected columns without dots or backticks in their names, which Spark takes "
                 f"for parts of columns on the way to Python, got {name!r}; rename it"
             )
-    for name in columns:
-        if not isinstance(kind(name, "columns"), kinds.NumericType | kinds.BooleanType):
-            got = kind(name, "columns").simpleString()
-            raise TypeError(f"columns: expected numbers, got {name!r} of {got}; cast it")
-    for name in by:
-        if isinstance(kind(name, "by"), _NESTED):
-            got = kind(name, "by").simpleString()
-            raise TypeError(f"by: expected plain values, got {name!r} of {got}; select its parts")
-    for name in _listed(order_by):
-        if name in by:
-            raise ValueError(f"order_by: expected a column that is not in by, got {name!r}")
-        got = kind(name, "order_by").simpleString()
-        if got not in _ORDERED:
-            raise TypeError(
-                f"order_by: expected numbers, dates or timestamps, got {name!r} of {got}; cast it"
+        if name in new:
+            raise ValueError(
+                f"df: expected no column {name!r}, where the averages go; rename or drop it"
             )
+    if order_by in by:
+        raise ValueError(f"order_by: expected a column that is not in by, got {order_by!r}")
+
+    order = [] if order_by is None else [order_by]
+    for option, names, allowed, expected in (
+        ("columns", columns, _NUMERIC, "numbers; cast it"),
+        ("by", by, _PLAIN, "plain values; select its parts"),
+        ("order_by", order, _ORDERED, "numbers, dates or timestamps; cast it"),
+    ):
+        for name in names:
+            if name not in schema.names:
+                raise ValueError(f"{option}: expected one of {schema.names}, got {name!r}")
+            kind = schema[name].dataType
+            if not isinstance(kind, allowed):
+                got = kind.simpleString()
+                raise TypeError(f"{option}: {name!r} is of type {got}, expected {expected}")
 
 
-def _initial(
-    states: DataFrame, df: DataFrame, by: Sequence[str], order_by: str | None
-) -> DataFrame:
-    """Initial states, with the columns of the key as the data has them."""
-    if by == (KEY,):
+def _initial(job: Job, states: DataFrame, schema: Any) -> DataFrame:
+    """Return initial states, with the columns of the key as the data has them."""
+    if job.by == (KEY,):
         states = states.withColumn(KEY, sql.lit(""))
-    for name in (*by, "column", "state"):
+    if job.order_by is not None and job.order_by not in states.columns:
+        states = states.withColumn(job.order_by, sql.lit(None))
+    for name in (*job.by, "column", "state"):
         if name not in states.columns:
             raise ValueError(
                 f"initial_state: expected a column {name!r}, as of saved_states, got "
                 f"{states.columns}"
             )
-    typed = [sql.col(name).cast(df.schema[name].dataType).alias(name) for name in by]
-    for name in _listed(order_by):
-        known = sql.col(name) if name in states.columns else sql.lit(None)
-        typed.append(known.cast(df.schema[name].dataType).alias(name))
+    typed = [sql.col(name).cast(schema[name].dataType).alias(name) for name in job.key_and_order]
     return states.select(*typed, sql.col("column").alias(COLUMN), sql.col("state").alias(STATE))
 
 
 def _of_stream(
     job: Job, df: DataFrame, states: DataFrame | None, ttl: timedelta | None
 ) -> DataFrame:
-    """Averages by a stateful operation."""
+    """Average a stream by a stateful operation."""
     spark = df.sparkSession
     if "RocksDB" not in (spark.conf.get(_PROVIDER, "") or ""):
         raise ValueError(
@@ -296,10 +262,10 @@ def _of_stream(
         )
     if ttl is not None and not (isinstance(ttl, timedelta) and ttl > timedelta(0)):
         raise ValueError(f"ttl: expected a positive timedelta, got {ttl!r}")
-    part = sql.pmod(sql.hash(*job.by), sql.lit(job.buckets)).alias(BUCKET)
+    bucket = sql.pmod(sql.hash(*job.by), sql.lit(job.buckets)).alias(jobs.BUCKET)
 
     def packed(rows: DataFrame) -> Any:
-        return rows.select("*", part).mapInArrow(job.pack, _BUNDLE).groupBy("bucket")
+        return rows.select("*", bucket).mapInArrow(job.pack, _BUNDLE).groupBy("bucket")
 
     key = kinds.StructType([df.schema[name] for name in job.by])
     bundles = packed(df).transformWithStateInPandas(
@@ -314,10 +280,7 @@ def _of_stream(
 
 
 def _of_table(job: Job, df: DataFrame, states: DataFrame | None) -> DataFrame:
-    """Averages of partitions whose rows are sorted by key: of one key after another.
-
-    The states come as rows before all others of their key.
-    """
+    """Average partitions whose rows are sorted by key, states first: one key after another."""
     schema = _schema(job, df)
     order: list[Any] = [*job.by]
     if states is not None:
@@ -327,20 +290,16 @@ def _of_table(job: Job, df: DataFrame, states: DataFrame | None) -> DataFrame:
     if job.order_type in ("float", "double"):  # in order, a NaN is as a null
         first = sql.nanvl(first, sql.lit(None))
     rows = df.repartition(*job.by).sortWithinPartitions(*order, first, TIE)
-    return rows.mapInArrow(job.walk, schema)
+    return rows.mapInArrow(job.average_sorted, schema)
 
 
 def _schema(job: Job, df: DataFrame) -> Any:
-    """The columns of the result, and two of ours."""
-    kept = [field for field in df.schema.fields if field.name != TIE]
-    if job.output == "latest":
-        kept = [df.schema[name] for name in (*job.by, *_listed(job.order_by))]
-    averages = [kinds.StructField(name, kinds.DoubleType()) for name in job.names]
-    ours = [
-        kinds.StructField(LATE, kinds.IntegerType()),
-        kinds.StructField(KEPT, kinds.BooleanType()),
-    ]
-    return kinds.StructType([*kept, *averages, *ours])
+    """Return the columns of the result, and two of ours."""
+    names = df.columns if job.output == "rows" else job.key_and_order
+    schema = kinds.StructType([df.schema[name] for name in names if name != TIE])
+    for name in job.names:
+        schema = schema.add(name, "double")
+    return schema.add(LATE, "integer").add(KEPT, "boolean")
 
 
 class _Processor(StatefulProcessor):
@@ -356,46 +315,38 @@ class _Processor(StatefulProcessor):
         self._description = handle.getValueState("description", "text string")
 
     def handleInputRows(
-        self,
-        key: Any,
-        rows: Iterator[pd.DataFrame],
-        timerValues: Any,
+        self, key: Any, rows: Iterator[pd.DataFrame], timerValues: Any
     ) -> Iterator[pd.DataFrame]:
         """Average the rows of a bucket."""
         bundles = [bundle for frame in rows for bundle in frame.iloc[:, -1]]
-        if key[0] == EVERY:
+        if key[0] == jobs.CHECK:
             self._check()
             return
-        result, states = self._job.average(from_bytes(bundles), self._load)
+        result, states = self._job.average(jobs.from_bytes(bundles), self._load)
         self._save(states)
-        for start in range(0, len(result), ROWS):
-            yield pd.DataFrame({"rows": [to_bytes(result.slice(start, ROWS))]})
+        for start in range(0, len(result), jobs.ROWS):
+            yield pd.DataFrame({"rows": [jobs.to_bytes(result.slice(start, jobs.ROWS))]})
 
-    def handleInitialState(
-        self,
-        key: Any,
-        initialState: pd.DataFrame,
-        timerValues: Any,
-    ) -> None:
+    def handleInitialState(self, key: Any, initialState: pd.DataFrame, timerValues: Any) -> None:
         """Take the states of a bucket."""
-        if key[0] != EVERY:
-            rows = from_bytes(initialState.iloc[:, -1])
-            self._save(self._job.read(rows, self._load))
+        if key[0] != jobs.CHECK:
+            rows = jobs.from_bytes(initialState.iloc[:, -1])
+            self._save(self._job.from_json(rows, self._load))
 
     def close(self) -> None:
-        """Nothing is left open."""
+        """Do nothing: nothing is left open."""
 
     def _check(self) -> None:
-        """Every batch sees this once: the checkpoint is of averages as asked for."""
-        said = self._description.get()
-        if said is None:
+        """Raise if the checkpoint is of other averages."""
+        described = self._description.get()
+        if described is None:
             self._description.update((self._job.text(),))
         else:
-            self._job.check(said[0])
+            self._job.check(described[0])
 
     def _load(self, keys: list[Any]) -> list[Any]:
-        found = map(self._states.getValue, keys)
-        return [None if value is None else value[0] for value in found]
+        values = map(self._states.getValue, keys)
+        return [None if value is None else value[0] for value in values]
 
     def _save(self, states: Iterable[tuple[Any, bytes]]) -> None:
         for key, state in states:

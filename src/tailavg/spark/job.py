@@ -1,10 +1,10 @@
-"""What is done to rows, in every process of Spark: Arrow in, Arrow out, and states as bytes."""
+"""`Job`: what every process of Spark does to rows. Arrow in, Arrow out, and states as bytes."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -23,38 +23,22 @@ from tailavg.io import state as layout
 from tailavg.numpy import TailAverage
 from tailavg.numpy.arithmetic import Array
 from tailavg.numpy.average import NanPolicy
-from tailavg.numpy.kernel import kernel
-from tailavg.numpy.keyed import as_row, from_row
+from tailavg.numpy.keyed import as_row, from_row, scan_groups
 from tailavg.numpy.table import Table, record_type
 
-__all__ = [
-    "BUCKET",
-    "COLUMN",
-    "EVERY",
-    "KEPT",
-    "KEY",
-    "LATE",
-    "ROWS",
-    "STATE",
-    "TIE",
-    "Job",
-    "Late",
-    "Output",
-    "from_bytes",
-    "to_bytes",
-]
+__all__ = ["Job", "Late", "Output", "from_bytes", "to_bytes"]
 
 Output = Literal["rows", "latest"]
 Late = Literal["include", "drop", "error"]
 
 VERSION = 1
-"""Of the bytes that the state of a key is."""
+"""The version of the bytes that the state of a key is."""
 
-EVERY = -1
-"""A bucket that every batch has, and no key."""
+CHECK = -1
+"""A bucket without keys. Every micro-batch has it, to check the checkpoint once."""
 
 ROWS = 50_000
-"""At most so many are in a bundle that is given back."""
+"""The most rows in a bundle that is given back."""
 
 # Columns of ours beside those of the user.
 BUCKET, KEY = "__tailavg_bucket", "__tailavg_key"
@@ -62,20 +46,20 @@ LATE, KEPT = "__tailavg_late", "__tailavg_kept"
 COLUMN, STATE, TIE = "__tailavg_column", "__tailavg_state", "__tailavg_tie"
 
 ORDERS = {
-    "tinyint": pa.int8(),
-    "smallint": pa.int16(),
-    "int": pa.int32(),
-    "bigint": pa.int64(),
+    "byte": pa.int8(),
+    "short": pa.int16(),
+    "integer": pa.int32(),
+    "long": pa.int64(),
     "float": pa.float32(),
     "double": pa.float64(),
     "date": pa.date32(),
     "timestamp": pa.timestamp("us", "UTC"),
     "timestamp_ntz": pa.timestamp("us"),
 }
-"""What rows can be ordered by: Spark's names, and the types in Arrow."""
+"""What rows can be ordered by: the names of types in Spark, and the types in Arrow."""
 
 Load = Callable[[list[Any]], list[Any]]
-"""What gives the state of each of some keys, as bytes, or None."""
+"""A function that returns the state of each of some keys: bytes, or None."""
 
 _FIXED = ("columns", "rules", "by", "order_by", "order_type", "nan_policy", "buckets")
 """What must stay the same when a query goes on: all that states depend on."""
@@ -83,7 +67,7 @@ _FIXED = ("columns", "rules", "by", "order_by", "order_type", "nan_policy", "buc
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is to be done, in every process that does it."""
+    """The arguments of `tail_mean`, and what is done with them in the processes of Spark."""
 
     columns: tuple[str, ...]
     rules: tuple[Rule, ...]
@@ -93,62 +77,64 @@ class Job:
     nan_policy: NanPolicy
     buckets: int
     # what may change when a query goes on:
-    reads: tuple[tuple[int, Window | None], ...] = ()
+    reads: tuple[tuple[Rule, Window | None], ...] = ()
     names: tuple[str, ...] = ()
     output: Output = "rows"
     late: Late = "include"
 
+    @property
+    def key_and_order(self) -> tuple[str, ...]:
+        """The columns of the key, and the one that orders rows."""
+        return self.by if self.order_by is None else (*self.by, self.order_by)
+
     # What a checkpoint says of itself.
 
     def text(self) -> str:
-        """What must stay the same, as JSON."""
+        """Return what must stay the same, as JSON."""
         kept = {name: getattr(self, name) for name in _FIXED}
         kept["rules"] = [layout.plain(rule) for rule in self.rules]
         return json.dumps({"format": "tailavg spark", "version": VERSION, **kept})
 
     @classmethod
     def from_text(cls, text: str) -> Job:
-        """What `text` says."""
-        said: dict[str, Any] = json.loads(text)
-        version = said.pop("format", None), said.pop("version", None)
+        """Return the job that `text` describes."""
+        saved: dict[str, Any] = json.loads(text)
+        version = saved.pop("format", None), saved.pop("version", None)
         if version != ("tailavg spark", VERSION):
             raise ValueError(
                 f"checkpoint: expected version {VERSION} of tailavg's states, got {version}"
             )
-        rules = tuple(map(layout.rule_from, said.pop("rules")))
-        return cls(
-            rules=rules, columns=tuple(said.pop("columns")), by=tuple(said.pop("by")), **said
-        )
+        saved["rules"] = map(layout.rule_from, saved["rules"])
+        return cls(**saved | {name: tuple(saved[name]) for name in ("columns", "rules", "by")})
 
     def check(self, text: str) -> None:
-        """Raise a ValueError unless a checkpoint is of averages as these."""
+        """Raise a ValueError if a checkpoint is of other averages."""
         before = Job.from_text(text)
         for name in _FIXED:
             was, now = getattr(before, name), getattr(self, name)
             if was != now:
                 raise ValueError(
-                    f"{'window' if name == 'rules' else name}: expected {_said(was)}, with which "
-                    f"this checkpoint was made, got {_said(now)}; start with a new checkpoint"
+                    f"{'window' if name == 'rules' else name}: expected {_listed(was)}, with which "
+                    f"this checkpoint was made, got {_listed(now)}; start with a new checkpoint"
                 )
 
     # Bundles of rows.
 
     def pack(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Rows as bundles, by bucket."""
+        """Pack rows into bundles, by bucket."""
         ids = _spread(self.buckets)
-        yield _bundles([EVERY], [b""])
+        yield _bundles([CHECK], [b""])
         for batch in batches:
             places = batch.column(BUCKET).to_numpy().astype(np.uint16)
-            order = np.argsort(places, kind="stable")
-            rows = batch.drop_columns([BUCKET]).take(pa.array(order))
+            rows = batch.drop_columns([BUCKET]).take(pa.array(np.argsort(places, kind="stable")))
             sizes = np.bincount(places, minlength=self.buckets)
             used = np.flatnonzero(sizes)
-            starts = (np.cumsum(sizes) - sizes)[used].tolist()
-            cut = zip(starts, sizes[used].tolist(), strict=True)
-            yield _bundles(ids[used], [to_bytes(rows.slice(*piece)) for piece in cut])
+            starts = np.cumsum(sizes) - sizes
+            bundles = [to_bytes(rows.slice(starts[i], sizes[i])) for i in used]
+            yield _bundles(ids[used], bundles)
 
     def unpack(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """The rows in bundles."""
+        """Return the rows in bundles."""
         for batch in batches:
             for bundle in batch.column("rows"):
                 yield from pa.ipc.open_stream(bundle.as_buffer())
@@ -158,87 +144,89 @@ class Job:
     @cached_property
     def _record(self) -> np.dtype[Any]:
         order = "<f8" if self.order_type in ("float", "double") else "<i8"
-        rules = self.rules * len(self.columns)
-        parts = [(str(i), record_type(rule)) for i, rule in enumerate(rules)]
-        return np.dtype([("version", "u1"), ("ordered", "?"), ("order", order), *parts])
+        averages = [record_type(rule) for _ in self.columns for rule in self.rules]
+        fields = [(str(i), kind) for i, kind in enumerate(averages)]
+        return np.dtype([("version", "u1"), ("ordered", "?"), ("order", order), *fields])
 
     def _records(self, states: Iterable[Any]) -> Array:
-        """The states of several keys as records that can be changed; None is a new key."""
-        none = np.zeros(1, self._record)
-        none["version"] = VERSION
-        empty = none.tobytes()
-        held = [empty if state is None else bytes(state) for state in states]
-        for state in held:
+        """Return the states of several keys as records that can be changed; None is a new key."""
+        new = np.zeros(1, self._record)
+        new["version"] = VERSION
+        empty = new.tobytes()
+        known = [empty if state is None else bytes(state) for state in states]
+        for state in known:
             if len(state) != len(empty) or state[0] != VERSION:
                 raise ValueError(
                     f"state: expected {len(empty)} bytes, the first of them {VERSION}, got "
                     f"{len(state)}, {shown(state)}"
                 )
-        return np.frombuffer(b"".join(held), self._record).copy()
+        return np.frombuffer(b"".join(known), self._record).copy()
 
-    def _tables(self, records: Array) -> list[Table]:
-        """The averages in records, for each column and rule."""
-        rules = self.rules * len(self.columns)
-        return [Table.from_records(rule, records[str(i)]) for i, rule in enumerate(rules)]
+    def _tables(self, records: Array) -> dict[tuple[str, Rule], Table]:
+        """Return the averages in records, by column and rule."""
+        averages = [(column, rule) for column in self.columns for rule in self.rules]
+        return {
+            (column, rule): Table.from_records(rule, records[str(i)])
+            for i, (column, rule) in enumerate(averages)
+        }
 
-    def _stored(self, records: Array, tables: Sequence[Table]) -> list[bytes]:
-        """Records of these averages, as bytes."""
-        for i, table in enumerate(tables):
+    def _to_bytes(self, records: Array, tables: Mapping[Any, Table]) -> list[bytes]:
+        """Return the records with these averages, each as bytes."""
+        for i, table in enumerate(tables.values()):
             records[str(i)] = table.records()
         return [record.tobytes() for record in records]
 
-    def spell(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """States as JSON, in rows for each column and rule."""
+    def to_json(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Turn states into JSON: a row for each column and rule."""
         for batch in batches:
             records = self._records(batch.column("state").to_pylist())
-            rest = batch.drop_columns(["state"])
+            keys = batch.drop_columns(["state"])
             if self.order_by is not None:
-                rest = rest.append_column(self.order_by, self._orders(records))
-            for i, table in enumerate(self._tables(records)):
-                empty = TailAverage(table.rule, dtype=np.float64, nan_policy=self.nan_policy)
+                keys = keys.append_column(self.order_by, self._orders(records))
+            for (column, rule), table in self._tables(records).items():
+                empty = TailAverage(rule, dtype=np.float64, nan_policy=self.nan_policy)
                 averages = [from_row(table, row, empty) for row in range(len(table))]
                 states = [json.dumps(average.state_dict()) for average in averages]
-                column = pa.array([self.columns[i // len(self.rules)]] * len(states))
-                yield rest.append_column("column", column).append_column("state", pa.array(states))
+                named = keys.append_column("column", pa.array([column] * len(states)))
+                yield named.append_column("state", pa.array(states))
 
     def _orders(self, records: Array) -> pa.Array:
-        """The latest order in each record, as a column."""
+        """Return the latest order in each record, as a column."""
         kind = ORDERS[str(self.order_type)]
         numbers = pa.array(records["order"], mask=~records["ordered"])
         if pa.types.is_date32(kind):
             numbers = numbers.cast(pa.int32())
         return numbers.cast(kind)
 
-    def read(self, rows: pa.Table, load: Load) -> Iterator[tuple[Any, bytes]]:
-        """From rows of states in JSON: the keys, and the state of each as bytes."""
+    def from_json(self, rows: pa.Table, load: Load) -> Iterator[tuple[Any, bytes]]:
+        """Return the keys in rows of states in JSON, and the state of each as bytes."""
         codes, keys = _codes(rows, self.by)
         records = self._records(load(keys))
         tables = self._tables(records)
-        found = zip(rows[COLUMN].to_pylist(), rows[STATE].to_pylist(), strict=True)
-        for code, (column, text) in zip(codes.tolist(), found, strict=True):
+        for row, column, text in zip(
+            codes.tolist(), rows[COLUMN].to_pylist(), rows[STATE].to_pylist(), strict=True
+        ):
             state = json.loads(text)
             average = TailAverage.from_state_dict(state)
             if not state["scalar"] or average.dtype != np.float64:
                 raise ValueError(
                     f"initial_state: expected averages of numbers in float64, got {average}"
                 )
-            if column not in self.columns or average.rule not in self.rules:
+            if (column, average.rule) not in tables:
                 raise ValueError(
-                    f"initial_state: expected averages of {_said(self.columns)} by "
-                    f"{_said(self.rules)}, got one of {column!r} by {average.rule}"
+                    f"initial_state: expected averages of {_listed(self.columns)} by "
+                    f"{_listed(self.rules)}, got one of {column!r} by {average.rule}"
                 )
-            place = self.columns.index(column) * len(self.rules) + self.rules.index(average.rule)
             if average.count:
-                tables[place].put(np.array([code]), as_row(average))
+                tables[column, average.rule].put(np.array([row]), as_row(average))
         if self.order_by is not None:
-            known, numbers = _ranks(rows[self.order_by])
-            records["ordered"][codes], records["order"][codes] = known, numbers
-        return zip(keys, self._stored(records, tables), strict=True)
+            records["ordered"][codes], records["order"][codes] = _ranks(rows[self.order_by])
+        return zip(keys, self._to_bytes(records, tables), strict=True)
 
     # Averages.
 
     def average(self, rows: pa.Table, load: Load) -> tuple[pa.Table, Iterator[tuple[Any, bytes]]]:
-        """Average rows of several keys: the result, and what is then the state of each key."""
+        """Average rows of several keys: return the result, and the new state of each key."""
         codes, keys = _codes(rows, self.by)
         records = self._records(load(keys))
         xs = [_floats(rows[column]) for column in self.columns]
@@ -256,10 +244,11 @@ class Job:
         kept = ~late if self.late == "drop" else np.ones(len(codes), bool)
         ends = np.cumsum(np.bincount(codes, minlength=len(keys))) - 1
         tables = self._tables(records)
+        rows_of_tables = codes if kept.all() else np.where(kept, codes, -1)
         averages = [
             average
-            for i, x in enumerate(xs)
-            for average in self._scan(tables, i, x[order], codes, kept)
+            for column, x in zip(self.columns, xs, strict=True)
+            for average in self._scan(tables, column, x[order], rows_of_tables)
         ]
         if self.order_by is not None:
             newest, known = numbers[order][ends], known[order][ends]
@@ -268,43 +257,28 @@ class Job:
             records["ordered"] |= known
         late = late.astype(np.int32)
         if self.output == "latest":
-            named = self.by if self.order_by is None else (*self.by, self.order_by)
-            rows = rows.select(named).take(pa.array(ends))
+            rows = rows.select(self.key_and_order).take(pa.array(ends))
             averages = [average.take(pa.array(ends)) for average in averages]
             late, kept = np.bincount(codes, late).astype(np.int32), kept[ends]
-        for name, column in zip(
-            (*self.names, LATE, KEPT), (*averages, pa.array(late), pa.array(kept)), strict=True
-        ):
+        ours = [*averages, pa.array(late), pa.array(kept)]
+        for name, column in zip((*self.names, LATE, KEPT), ours, strict=True):
             rows = rows.append_column(name, column)
-        return rows, zip(keys, self._stored(records, tables), strict=True)
+        return rows, zip(keys, self._to_bytes(records, tables), strict=True)
 
     def _scan(
-        self, tables: list[Table], column: int, x: Array, codes: Array, kept: Array
+        self, tables: Mapping[Any, Table], column: str, x: Array, codes: Array
     ) -> list[pa.Array]:
-        """The averages of one column after each row, for each window."""
-        missing = np.isnan(x) & kept
-        if self.nan_policy == "raise" and missing.any():
-            raise ValueError(
-                f"{self.columns[column]}: expected no null or NaN (nan_policy='raise'), got "
-                f"{int(missing.sum())} in {len(x)} rows"
-            )
-        counted = kept & ~missing if self.nan_policy == "omit" else kept
-        out, loops = dict[int, pa.Array](), kernel(len(x), max(1, len(tables[0])))
-        for number, table in enumerate(tables[column * len(self.rules) :][: len(self.rules)]):
-            places = [place for place, (rule, _) in enumerate(self.reads) if rule == number]
-            windows = [self.reads[place][1] for place in places]
-            before = table.counts.copy()
-            with np.errstate(all="ignore"):
-                found = table.scan_groups(codes, x, counted, windows, loops)
-            mask = None
-            if not counted.all():  # a key has no average before its first sample
-                taken = np.cumsum(counted)
-                first = np.concatenate([[0], np.cumsum(np.bincount(codes, minlength=len(table)))])
-                start = np.concatenate([[0], taken])[first[:-1]]
-                mask = (before[codes] == 0) & (taken == start[codes])
-            for place, averages in zip(places, found, strict=True):
-                out[place] = pa.array(averages, mask=mask)
-        return [out[place] for place in range(len(self.reads))]
+        """Return the averages of one column after each row, for each window."""
+        out = dict[Any, Array]()
+        for rule in self.rules:
+            reads = [read for read in self.reads if read[0] == rule]
+            windows = [window for _, window in reads]
+            table = tables[column, rule]
+            averages = scan_groups(table, codes, x, windows, self.nan_policy, name=column)
+            out |= zip(reads, averages, strict=True)
+        # if NaNs are omitted, an average that is NaN has no samples yet
+        no_nan = self.nan_policy == "omit"
+        return [pa.array(out[read], from_pandas=no_nan) for read in self.reads]
 
     def _late_row(self, rows: pa.Table, codes: Array, late: Array, records: Array) -> ValueError:
         row = int(late.argmax())
@@ -315,56 +289,54 @@ class Job:
             f"{rows[self.order_by][row].as_py()} in a row of {key}; {int(late.sum())} rows are late"
         )
 
-    def walk(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Average rows that are sorted by key, those of states first; of few keys at a time."""
-        held: dict[Any, bytes] = {}
-        waiting = None  # the latest row of a key that may go on
+    def average_sorted(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Average rows that are sorted by key, those of states first.
+
+        Only the state of the last key is kept from batch to batch.
+        """
+        states: dict[Any, bytes] = {}
+        latest = None  # with output="latest", the row of a key that may go on
 
         def load(keys: list[Any]) -> list[Any]:
-            return [held.get(key) for key in keys]
+            return [states.get(key) for key in keys]
 
         for batch in batches:
             rows = pa.Table.from_batches([batch])
             if not len(rows):
                 continue
-            _, (last,) = _codes(rows.slice(len(rows) - 1), self.by)
+            (last,) = _keys(rows[-1:], self.by)
             if STATE in rows.schema.names:
-                states = rows.filter(rows[STATE].is_valid())
-                held.update(self.read(states, load))
+                states.update(self.from_json(rows.filter(rows[STATE].is_valid()), load))
                 rows = rows.filter(rows[STATE].is_null()).drop_columns([COLUMN, STATE])
             if len(rows):
-                rows, states = self.average(rows, load)
-                held.update(states)
+                rows, new = self.average(rows, load)
+                states.update(new)
                 if self.output == "latest":
-                    if (
-                        waiting is not None
-                        and _keys(waiting, self.by)[0] != _keys(rows, self.by)[0]
-                    ):
-                        yield from waiting.to_batches()
-                    waiting = rows.slice(len(rows) - 1)
-                    rows = rows.slice(0, len(rows) - 1)
+                    if latest is not None and _keys(latest, self.by) != _keys(rows[:1], self.by):
+                        yield from latest.to_batches()
+                    latest, rows = rows[-1:], rows[:-1]
                 yield from rows.to_batches()
-            held = {last: held[last]} if last in held else {}
-        if waiting is not None:
-            yield from waiting.to_batches()
+            states = {last: states[last]} if last in states else {}
+        if latest is not None:
+            yield from latest.to_batches()
 
 
 def _spread(buckets: int) -> Array:
-    """A number for each bucket, so that Spark spreads them evenly over its partitions.
+    """Return a number for each bucket, so that Spark spreads them evenly over its partitions.
 
-    It puts what has the number i into partition hash(i) mod n. Where that is i mod n for `buckets`
-    partitions, it is so for each number of them that divides it, too.
+    Spark puts the number i into partition hash(i) mod n. If that is i mod n for n = `buckets`, it
+    is so for every n that divides `buckets`, too.
     """
-    found: dict[int, int] = {}
+    numbers: dict[int, int] = {}
     number = 0
-    while len(found) < buckets:
-        found.setdefault(_hash(number) % buckets, number)
+    while len(numbers) < buckets:
+        numbers.setdefault(_hash(number) % buckets, number)
         number += 1
-    return np.array([found[bucket] for bucket in range(buckets)], np.int32)
+    return np.array([numbers[bucket] for bucket in range(buckets)], np.int32)
 
 
 def _hash(number: int) -> int:
-    """Spark's hash of an int: Murmur3 of its 32 bits, with the seed 42."""
+    """Return Spark's hash of an int: Murmur3 of its 32 bits, with the seed 42."""
     mask = 0xFFFFFFFF
 
     def rotated(x: int, bits: int) -> int:
@@ -384,57 +356,55 @@ def _bundles(buckets: Any, rows: list[bytes]) -> pa.RecordBatch:
 
 
 def to_bytes(rows: pa.Table | pa.RecordBatch) -> bytes:
-    """Rows as an Arrow stream."""
+    """Return rows as an Arrow stream."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, rows.schema) as writer:
         writer.write(rows)
-    found: bytes = sink.getvalue().to_pybytes()
-    return found
+    stream: bytes = sink.getvalue().to_pybytes()
+    return stream
 
 
 def from_bytes(bundles: Iterable[bytes]) -> pa.Table:
-    """The rows of several bundles."""
+    """Return the rows of several bundles."""
     tables = [pa.ipc.open_stream(bundle).read_all() for bundle in bundles]
     return pa.concat_tables(tables).combine_chunks()
 
 
 def _codes(rows: pa.Table, by: Sequence[str]) -> tuple[Array, list[Any]]:
-    """The number of each row's key, in the order in which they appear, and the keys as tuples."""
+    """Return the number of each row's key, in order of appearance, and the keys as tuples."""
     codes = np.zeros(len(rows), np.int64)
     for name in by:
-        column = rows[name].combine_chunks()
-        if pa.types.is_floating(column.type):
-            column = pc.add(column, 0.0)  # -0.0 and 0.0 are one key
-        found = column.dictionary_encode(null_encoding="encode")
-        codes = codes * len(found.dictionary) + found.indices.to_numpy()
+        values = _key_column(rows, name).dictionary_encode(null_encoding="encode")
+        codes = codes * len(values.dictionary) + values.indices.to_numpy()
         _, first, codes = np.unique(codes, return_index=True, return_inverse=True)
-        order = np.argsort(first)  # those of the first rows first
+        order = np.argsort(first)
         codes, first = np.argsort(order)[codes], first[order]
     return codes, _keys(rows.take(pa.array(first)), by)
 
 
 def _keys(rows: pa.Table, by: Sequence[str]) -> list[Any]:
-    """The key of each row."""
-    return list(zip(*(map(_key, rows[name].to_pylist()) for name in by), strict=True))
+    """Return the key of each row: the same object for every NaN, which does not equal itself."""
+    columns = [_key_column(rows, name).to_pylist() for name in by]
+    columns = [[math.nan if value != value else value for value in column] for column in columns]
+    return list(zip(*columns, strict=True))
 
 
-def _key(value: Any) -> Any:
-    """A value in a key: the same object for every NaN, which does not equal itself."""
-    if isinstance(value, float):
-        return math.nan if value != value else value + 0.0
-    return value
+def _key_column(rows: pa.Table, name: str) -> pa.Array:
+    """Return a column of a key; -0.0 and 0.0 are one key."""
+    column = rows[name].combine_chunks()
+    return pc.add(column, 0.0) if pa.types.is_floating(column.type) else column
 
 
 def _floats(column: pa.ChunkedArray) -> Array:
-    """A column as floats, with NaN for null."""
+    """Return a column as floats, with NaN for null."""
     if pa.types.is_boolean(column.type):
         column = column.cast(pa.int8())
-    found: Array = column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
-    return found
+    floats: Array = column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
+    return floats
 
 
 def _ranks(column: pa.ChunkedArray) -> tuple[Array, Array]:
-    """A column to order by: where it is known, and as numbers, with 0 where it is not."""
+    """Return where a column to order by is known, and its numbers, with 0 where it is not."""
     if pa.types.is_date32(column.type):
         column = column.cast(pa.int32())
     kind = pa.float64() if pa.types.is_floating(column.type) else pa.int64()
@@ -443,6 +413,6 @@ def _ranks(column: pa.ChunkedArray) -> tuple[Array, Array]:
     return known, np.where(known, numbers, 0)
 
 
-def _said(values: Any) -> str:
-    """As in a message."""
+def _listed(values: Any) -> str:
+    """Return a value as in a message."""
     return ", ".join(map(str, values)) if isinstance(values, tuple) else repr(values)
