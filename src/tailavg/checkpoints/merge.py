@@ -41,9 +41,6 @@ Term = tuple[Checkpoint, Sequence[float]]
 PIECE = 2**17
 """How many numbers to add at once: enough that threads do not wait for Python's lock."""
 
-THREADS = 2
-"""The most threads: one computes while another reads. More would wait for Python's lock."""
-
 
 class Merge:
     """The two steps of `average_checkpoints`: this opens and compares them, `run` averages them.
@@ -80,7 +77,7 @@ class Merge:
         newest, outputs = self.newest, list(self.weights)
         with ExitStack() as stack:
             targets = {output: stack.enter_context(newest.replacing(output)) for output in outputs}
-            pool = ThreadPoolExecutor(newest.threads(THREADS))
+            pool = ThreadPoolExecutor(newest.threads)
             stack.callback(pool.shutdown, cancel_futures=True)
             for some in [outputs] if newest.together else [[output] for output in outputs]:
                 averages = self._averages(pool, self._terms(some), progress)
@@ -113,7 +110,7 @@ class Merge:
             return [(size(group), pool.submit(self._means, terms, group, memory)) for group in some]
 
         done, total = 0, sum(t.numbers * t.part.itemsize for t in tensors.values())
-        waiting = deque(submitted(1 + self.newest.threads(THREADS)))
+        waiting = deque(submitted(1 + self.newest.threads))
         while waiting:
             bytes_read, future = waiting.popleft()
             means = future.result()

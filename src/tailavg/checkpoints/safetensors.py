@@ -7,32 +7,38 @@ library can do neither: its slices are whole rows in a memory map, and it writes
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import ExitStack
+import os
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from itertools import accumulate
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from tailavg.checkpoints.checkpoint import (
-    BUFFER,
     PARTS,
     Averages,
     Checkpoint,
     CheckpointError,
     Piece,
-    Tensor,
-    flowing,
     read_at,
     stamp_of,
 )
+from tailavg.io.files import sync
 from tailavg.io.tensors import NAMES, Entry, header
 
 __all__ = ["Safetensors"]
 
 DTYPES = {code: dtype for dtype, code in NAMES.items()}
 WIDE_FIRST = list(NAMES)
+
+BUFFER = 2**20
+"""How many bytes to copy at once."""
+
+UNSYNCED = 2**26
+"""After how many bytes to send them to the disk."""
 
 
 class Safetensors(Checkpoint):
@@ -55,24 +61,20 @@ class Safetensors(Checkpoint):
         self.tensors = {}
         self._sizes: dict[Hashable, int] = {}
         for name, (code, shape) in kinds.items():
-            dtype = DTYPES.get(code, code)
-            self.check_dtype(name, dtype)
-            if dtype in PARTS:
-                tensor = Tensor.averaged(name, dtype, shape, math.prod(shape))
-                self._sizes[name] = tensor.numbers * tensor.part.itemsize
-            else:
-                tensor = Tensor(name, dtype, shape)
-                self._sizes[name] = math.prod(shape) * np.dtype(dtype).itemsize
-            self.tensors[name] = tensor
+            dtype, elements = DTYPES.get(code, code), math.prod(shape)
+            tensor = self.tensors[name] = self.described(name, dtype, shape, elements)
+            self._sizes[name] = tensor.numbers * tensor.part.itemsize
+            if dtype not in PARTS:
+                self._sizes[name] = elements * np.dtype(dtype).itemsize
         # tensors fill all of a valid file behind its header
         self._header_size = path.stat().st_size - sum(self._sizes.values())
         ends = accumulate(self._sizes.values(), initial=self._header_size)
-        self._places = dict(zip(self._sizes, ends, strict=False))
+        self._positions = dict(zip(self._sizes, ends, strict=False))
         self._new_header = b""
 
     def read(self, key: Hashable, start: int, stop: int, out: Piece) -> None:
         tensor = self.tensors[key]
-        read_at(self.path, self._places[key] + start * tensor.part.itemsize, out)
+        read_at(self.path, self._positions[key] + start * tensor.part.itemsize, out)
 
     def arrange(self) -> None:
         changed = {key: t.to.name for key, t in self.tensors.items() if t.to != t.part}
@@ -89,27 +91,45 @@ class Safetensors(Checkpoint):
 
     def write(self, outputs: Sequence[BinaryIO], averages: Averages) -> None:
         with ExitStack() as stack:
-            writes = [stack.enter_context(flowing(output)) for output in outputs]
-            for head in (
-                [self._new_header] if self._new_header else self._copied(0, self._header_size)
-            ):
+            writes = [stack.enter_context(_synced(output)) for output in outputs]
+
+            def copy(position: int, size: int) -> None:
+                for start in range(position, position + size, BUFFER):
+                    piece = np.empty(min(BUFFER, position + size - start), np.uint8)
+                    read_at(self.path, start, piece)
+                    for write in writes:
+                        write(piece)
+
+            if self._new_header:
                 for write in writes:
-                    write(head)
+                    write(self._new_header)
+            else:
+                copy(0, self._header_size)
             for key, tensor in self.tensors.items():
                 if not tensor.numbers:
-                    for piece in self._copied(self._places[key], self._sizes[key]):
-                        for write in writes:
-                            write(piece)
-                written = 0
-                while written < tensor.numbers:
-                    means = next(averages)
+                    copy(self._positions[key], self._sizes[key])
+                for means in tensor.means(averages):
                     for write, mean in zip(writes, means, strict=True):
                         write(mean.view(np.uint8))
-                    written += len(means[0])
 
-    def _copied(self, place: int, size: int) -> Iterator[Piece]:
-        """Read bytes of the file, a buffer at a time."""
-        for start in range(place, place + size, BUFFER):
-            piece = np.empty(min(BUFFER, place + size - start), np.uint8)
-            read_at(self.path, start, piece)
-            yield piece
+
+@contextmanager
+def _synced(file: BinaryIO) -> Iterator[Callable[[Any], None]]:
+    """Give a function that writes to a file, while another thread syncs what was written."""
+    unsynced = 0
+    with ThreadPoolExecutor(1) as pool:
+        pending: Future[Any] = pool.submit(int)
+
+        def write(data: Any) -> None:
+            nonlocal unsynced, pending
+            file.write(data)
+            unsynced += len(data)
+            if unsynced >= UNSYNCED:
+                unsynced = 0
+                file.flush()
+                pending.result()
+                pending = pool.submit(os.fsync, file.fileno())
+
+        yield write
+        pending.result()
+    sync(file)
