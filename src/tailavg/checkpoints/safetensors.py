@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from collections.abc import Hashable, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 
@@ -36,9 +34,6 @@ WIDE_FIRST = list(NAMES)
 
 BUFFER = 2**20
 """How many bytes to copy at once."""
-
-UNSYNCED = 2**26
-"""After how many bytes to send them to the disk."""
 
 
 class Safetensors(Checkpoint):
@@ -90,46 +85,32 @@ class Safetensors(Checkpoint):
         self._new_header = header(entries, metadata=self._metadata)
 
     def write(self, outputs: Sequence[BinaryIO], averages: Averages) -> None:
-        with ExitStack() as stack:
-            writes = [stack.enter_context(_synced(output)) for output in outputs]
+        def copy(position: int, size: int) -> None:
+            for start in range(position, position + size, BUFFER):
+                piece = np.empty(min(BUFFER, position + size - start), np.uint8)
+                read_at(self.path, start, piece)
+                for output in outputs:
+                    _write(output, piece)
 
-            def copy(position: int, size: int) -> None:
-                for start in range(position, position + size, BUFFER):
-                    piece = np.empty(min(BUFFER, position + size - start), np.uint8)
-                    read_at(self.path, start, piece)
-                    for write in writes:
-                        write(piece)
-
-            if self._new_header:
-                for write in writes:
-                    write(self._new_header)
-            else:
-                copy(0, self._header_size)
-            for key, tensor in self.tensors.items():
-                if not tensor.numbers:
-                    copy(self._positions[key], self._sizes[key])
-                for means in tensor.means(averages):
-                    for write, mean in zip(writes, means, strict=True):
-                        write(mean.view(np.uint8))
+        if self._new_header:
+            for output in outputs:
+                output.write(self._new_header)
+        else:
+            copy(0, self._header_size)
+        for key, tensor in self.tensors.items():
+            if not tensor.numbers:
+                copy(self._positions[key], self._sizes[key])
+            for means in tensor.means(averages):
+                for output, mean in zip(outputs, means, strict=True):
+                    _write(output, mean.view(np.uint8))
+        for output in outputs:
+            sync(output)
 
 
-@contextmanager
-def _synced(file: BinaryIO) -> Iterator[Callable[[Any], None]]:
-    """Give a function that writes to a file, while another thread syncs what was written."""
-    unsynced = 0
-    with ThreadPoolExecutor(1) as pool:
-        pending: Future[Any] = pool.submit(int)
-
-        def write(data: Any) -> None:
-            nonlocal unsynced, pending
-            file.write(data)
-            unsynced += len(data)
-            if unsynced >= UNSYNCED:
-                unsynced = 0
-                file.flush()
-                pending.result()
-                pending = pool.submit(os.fsync, file.fileno())
-
-        yield write
-        pending.result()
-    sync(file)
+def _write(output: BinaryIO, data: Piece) -> None:
+    """Write bytes, and let the system start to send them to the disk every 64 MB."""
+    before = output.tell()
+    output.write(data.data)
+    if output.tell() // 2**26 > before // 2**26 and hasattr(os, "posix_fadvise"):
+        output.flush()
+        os.posix_fadvise(output.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

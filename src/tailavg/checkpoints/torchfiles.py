@@ -25,7 +25,7 @@ from tailavg.io.state import FORMAT
 
 __all__ = ["TorchFile"]
 
-Leaves = dict[Hashable, Any]
+Leaves = dict[Any, Any]
 """Tensors of torch, by the path to them."""
 
 

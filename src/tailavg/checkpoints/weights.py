@@ -54,8 +54,8 @@ def weights(rule: Weighing, files: int, steps: Sequence[int] | None = None) -> R
         if not isinstance(rule, Decay):
             raise ValueError(f"steps: expected an ExactWindow or a Decay, got {rule}")
         ages = steps[-1] - np.array([0, *steps], np.float64)
-        found: Reals = rule.of_ages(ages[1:], ages[:-1], min(steps[-1], rule.size(steps[-1])))
-        return found
+        shares: Reals = rule.of_ages(ages[1:], ages[:-1], min(steps[-1], rule.size(steps[-1])))
+        return shares
     if isinstance(rule, Decay):
         return rule.weights(files)
     return dense_weights(rule, starts_at(rule, files), files)
@@ -97,21 +97,19 @@ def steps_of(paths: Sequence[Path]) -> list[int]:
 def read_weights(path: Path, files: int) -> Reals:
     """Read the weights in a JSON file: a list of one number per checkpoint, oldest first."""
     try:
-        found = json.loads(path.read_text())
+        numbers = json.loads(path.read_text())
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: expected a list of numbers in JSON, got: {error}") from None
-    if not isinstance(found, list):
-        raise CheckpointError(f"{path}: expected a list of numbers, got {type(found).__name__}")
-    if len(found) != files:
+    if not isinstance(numbers, list) or len(numbers) != files:
         raise CheckpointError(
-            f"{path}: expected {files} weights, one per checkpoint, oldest first, got {len(found)}"
+            f"{path}: expected a list of {files} numbers, one per checkpoint, oldest first"
         )
-    for weight in found:
-        if type(weight) not in (int, float) or not math.isfinite(weight):
-            raise CheckpointError(f"{path}: expected finite numbers, got {weight!r}")
-    total = math.fsum(found)
+    for number in numbers:
+        if type(number) not in (int, float) or not math.isfinite(number):
+            raise CheckpointError(f"{path}: expected finite numbers, got {number!r}")
+    total = math.fsum(numbers)
     if abs(total - 1.0) > 1e-6:
         raise CheckpointError(
             f"{path}: expected weights that sum to 1, got a sum of {total:.9g}; divide each by it"
         )
-    return np.array(found, np.float64)
+    return np.array(numbers, np.float64)

@@ -432,7 +432,7 @@ def _read_npz(path: str | os.PathLike[str], names: Sequence[str]) -> dict[str, A
                 if any(member.compress_type != ZIP_STORED for member in members.infolist()):
                     raise ValueError("compressed arrays")
             with np.load(stream, allow_pickle=False) as file:
-                return json.loads(str(file["header"])) | {name: file[name] for name in names}
+                return {**json.loads(str(file["header"])), **{name: file[name] for name in names}}
         except Exception as error:
             raise _not_saved(path, error) from error
 
@@ -449,7 +449,7 @@ def _read_stream(path: str | os.PathLike[str]) -> dict[str, Any]:
                 entries = list(map(json.loads, file))
                 if len(entries) != saved["keys"]:
                     raise ValueError(f"{len(entries)} averages instead of {saved['keys']}")
-                fields = {"count": 0, "starts": [], "blocks": [], "folded": 0, "partial": 0.0}
+                fields: Any = {"count": 0, "starts": [], "blocks": [], "folded": 0, "partial": 0.0}
                 for _, (average,) in entries:
                     fields = average
                 dtype = "float64" if entries else None
