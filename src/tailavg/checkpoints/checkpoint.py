@@ -31,19 +31,10 @@ Piece = npt.NDArray[Any]
 Averages = Iterator[Sequence[Piece]]
 """Piece after piece, in the order of the newest checkpoint, each with one average per output."""
 
-PARTS: Mapping[str, str] = {
-    "float64": "float64",
-    "float32": "float32",
-    "float16": "float16",
-    "bfloat16": "bfloat16",
-    "float8_e4m3fn": "float8_e4m3fn",
-    "float8_e4m3fnuz": "float8_e4m3fnuz",
-    "float8_e5m2": "float8_e5m2",
-    "float8_e5m2fnuz": "float8_e5m2fnuz",
-    "complex128": "float64",
-    "complex64": "float32",
-    "complex32": "float16",
-}
+_FLOATS = ("float64", "float32", "float16", "bfloat16")
+_FLOATS_8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
+_COMPLEX = {"complex128": "float64", "complex64": "float32", "complex32": "float16"}
+PARTS: Mapping[str, str] = {name: name for name in (*_FLOATS, *_FLOATS_8)} | _COMPLEX
 """The dtypes that are averaged, and the dtypes of their real and imaginary parts."""
 
 NO_NUMBERS = np.dtype(np.uint8)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 from collections.abc import Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -120,7 +119,7 @@ class Folder(Checkpoint):
         if not isinstance(shards, dict):
             raise CheckpointError(f"{path}: not an index with a weight_map from tensors to files")
         for name, shard in shards.items():
-            if shard != Path(shard).name or not (path.parent / shard).is_file():
+            if shard != Path(str(shard)).name or not (path.parent / shard).is_file():
                 raise CheckpointError(
                     f"{path}: no file {shard!r} beside it, where {name!r} should be"
                 )
@@ -158,27 +157,24 @@ class Folder(Checkpoint):
         self._gather()
 
     def write(self, outputs: Sequence[Path], averages: Averages) -> None:
-        copied = {path: self._changed(path) for path in [*self._others, *self._indices]}
-        for path in [*self._files, *copied]:
-            for output in outputs:
-                (output / path).parent.mkdir(parents=True, exist_ok=True)
-        for path, (_, file) in self._files.items():
+        for path in [*self._files, *self._others, *self._indices]:
             with ExitStack() as stack:
-                new = [stack.enter_context((output / path).open("xb")) for output in outputs]
-                file.write(new, averages)
-        for path, changed in copied.items():
-            for output in outputs:
-                with (self.path / path).open("rb") as source, (output / path).open("xb") as copy:
-                    if changed is None:
-                        shutil.copyfileobj(source, copy)
-                    else:
-                        copy.write(changed)
-                    sync(copy)
+                files = []
+                for output in outputs:
+                    (output / path).parent.mkdir(parents=True, exist_ok=True)
+                    files.append(stack.enter_context((output / path).open("xb")))
+                if path in self._files:
+                    self._files[path][1].write(files, averages)
+                    continue
+                content = self._content(path)
+                for file in files:
+                    file.write(content)
+                    sync(file)
 
-    def _changed(self, path: Path) -> bytes | None:
-        """Return a file that tells the dtype or size of the weights anew, if it does."""
+    def _content(self, path: Path) -> bytes:
+        """Return what a file says, and anew if it tells the dtype or size of the weights."""
         if self._dtype is None or not (path.name == "config.json" or path in self._indices):
-            return None
+            return (self.path / path).read_bytes()
         content = self._json(path)
         if path in self._indices:
             metadata = content.get("metadata")

@@ -1,4 +1,4 @@
-"""Weighted means of pieces of tensors: summed in float64, rounded once."""
+"""Weighted means of pieces of tensors: summed in float64, rounded at the end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from tailavg.checkpoints.checkpoint import Piece
-from tailavg.core.windows import Reals
 
 __all__ = ["Mean", "widened"]
 
@@ -53,49 +52,18 @@ class Mean:
         first = self._first
         assert first is not None, "a mean of no pieces"
         sums, same = self._sums[: len(first)], self._same[: len(first)]
-        mean = np.empty(len(first), dtype)
-        if dtype == first.dtype:
-            _round(sums, mean)
-            np.copyto(_bits(mean), _bits(first), where=same)
-        else:
+        if dtype != first.dtype:
             np.copyto(sums, widened(first), where=same)
-            _round(sums, mean)
+            return sums.astype(dtype)
+        mean = sums.astype(dtype)
+        np.copyto(_bits(mean), _bits(first), where=same)
         return mean
 
 
 def widened(piece: Piece) -> Piece:
     """Return numbers in a dtype that NumPy is quick to add: their own, or float32."""
-    if piece.dtype.kind == "f":
-        return piece
-    if piece.itemsize > 1:
-        return piece.astype(np.float32)
-    every = np.arange(256, dtype=np.uint8).view(piece.dtype).astype(np.float32)
-    return every[piece.view(np.uint8)]
+    return piece if piece.dtype.kind == "f" else piece.astype(np.float32)
 
 
 def _bits(piece: Piece) -> Piece:
     return piece.view(f"u{piece.itemsize}")
-
-
-def _round(numbers: Reals, out: Piece) -> None:
-    """Round float64 to another dtype, once."""
-    if out.dtype.kind == "f":
-        out[...] = numbers
-        return
-    # dtypes that NumPy lacks, by way of float32
-    single = numbers.astype(np.float32)
-    unclear: Any = slice(None)
-    if out.itemsize == 2:  # halfway between two bfloat16, or close to it
-        unclear = np.flatnonzero(single.view(np.uint32) & 0xFFFF == 0x8000)
-    _cut_to_odd(numbers, single, unclear)
-    out[...] = single
-
-
-def _cut_to_odd(numbers: Reals, single: Piece, where: Any) -> None:
-    """Cut what is not exact in float32, and make it odd: it is then no tie for a coarser dtype."""
-    some = single[where]
-    more = (some != numbers[where]) & np.isfinite(some)
-    bits = some.view(np.uint32)
-    bits -= more & (np.abs(some) > np.abs(numbers[where]))
-    bits |= more
-    single[where] = some

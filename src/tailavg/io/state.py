@@ -474,7 +474,7 @@ def _not_saved(path: str | os.PathLike[str], error: Exception) -> ValueError:
 # A folder of safetensors files: see docs/state.md.
 
 _STATE, _OPEN = "state.json", "open.safetensors"
-_FILES = re.compile(r"state\.json|open\.safetensors|block-\d+-\d+\.safetensors")
+_BLOCK = re.compile(r"block-\d+-\d+\.safetensors")
 
 
 def write_folder(
@@ -513,7 +513,7 @@ def _read_folder(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read the state in a folder that `write_folder` wrote. Arrays are read on access."""
     folder = saved_folder(path)
     try:
-        state = _read_header(folder)
+        state = json.loads((folder / _STATE).read_text(encoding="utf-8"))
         starts = check({**state, "blocks": [], "partial": {}})["starts"]
         blocks = [mapped(folder / name) for name in _block_files(starts)]
         arrays = mapped(folder / _OPEN)
@@ -521,6 +521,8 @@ def _read_folder(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ValueError(
             f"{path}: expected a folder saved by tailavg, got one without {error.filename}"
         ) from error
+    except (TypeError, RecursionError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise _not_saved(folder / _STATE, error) from error
     partial, mean = (
         {name.removeprefix(kind): array for name, array in arrays.items() if name.startswith(kind)}
         for kind in ("sum.", "mean.")
@@ -530,22 +532,11 @@ def _read_folder(path: str | os.PathLike[str]) -> dict[str, Any]:
     return check({**state, "blocks": blocks, "partial": partial})
 
 
-def _read_header(folder: Path) -> dict[str, Any]:
-    """Read the state in a folder, without its arrays."""
-    try:
-        return {**json.loads((folder / _STATE).read_text(encoding="utf-8"))}
-    except (TypeError, ValueError, RecursionError) as error:
-        raise _not_saved(folder / _STATE, error) from error
-
-
 def _holds_state(folder: Path) -> bool:
     """Whether a folder holds a state, and nothing else."""
-    if not all(_FILES.fullmatch(file.name) for file in folder.iterdir()):
-        return False
-    try:
-        return _read_header(folder).get("format") == FORMAT
-    except (OSError, ValueError):
-        return False
+    names = {file.name for file in folder.iterdir()} - {_STATE, _OPEN}
+    is_complete = (folder / _STATE).is_file() and (folder / _OPEN).is_file()
+    return is_complete and all(_BLOCK.fullmatch(name) for name in names)
 
 
 def _block_files(starts: Sequence[int]) -> list[str]:
