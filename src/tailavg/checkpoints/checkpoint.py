@@ -58,8 +58,8 @@ class Tensor:
     """Their dtype."""
     to: np.dtype[Any] = NO_NUMBERS
     """The dtype of their average."""
-    memory: str = "of its own"
-    """Which memory it has, in formats that can tell."""
+    memory: str = ""
+    """Where it is in memory, in formats that can tell."""
     cuts: tuple[int, ...] = ()
     """The only places where it can be cut into pieces; if empty, it can be cut anywhere."""
     left: bool = False

@@ -118,15 +118,12 @@ class TorchFile(Checkpoint):
                 )
             self._tied[owner] = keys
             for key, tensor in zip(keys, tensors, strict=True):
-                leaf, memory = leaves[key], tensor.memory
+                leaf = leaves[key]
                 if key is owner:
                     elements = size // leaf.element_size()
                     tensor = Tensor.averaged(tensor.name, tensor.dtype, tensor.shape, elements)
-                if len(keys) > 1:
-                    other = tensors[1 if key is owner else 0].name
-                    offset = leaf.data_ptr() - first.data_ptr()
-                    memory = f"tied to {other}, {offset} bytes from the first"
-                if len(keys) > 1 or not leaf.is_contiguous():
+                memory = f"{leaf.data_ptr() - first.data_ptr()} bytes from {tensors[0].name}"
+                if not leaf.is_contiguous():
                     memory += f", with strides {leaf.stride()}"
                 memory += ", conjugated" * leaf.is_conj()
                 self.tensors[key] = replace(tensor, memory=memory)

@@ -64,7 +64,7 @@ def weights(rule: Weighing, files: int, steps: Sequence[int] | None = None) -> R
 def steps_of(paths: Sequence[Path]) -> list[int]:
     """Return the step of each checkpoint, oldest first: the last number in its name.
 
-    If the names are the same, it is the last number in the folders that differ.
+    If several have the same name, it is the last number in the names of their folders.
 
     Examples:
         >>> steps_of([Path("run-7/checkpoint-500"), Path("run-7/checkpoint-1500")])
@@ -72,15 +72,12 @@ def steps_of(paths: Sequence[Path]) -> list[int]:
         >>> steps_of([Path("2/checkpoint-5/model.bin"), Path("2/checkpoint-10/model.bin")])
         [5, 10]
     """
-    every = [path.absolute().parts for path in paths]
+    reversed_parts = [path.absolute().with_suffix("").parts[::-1] for path in paths]
+    columns = list(zip(*reversed_parts, strict=False))
+    names = next((names for names in columns if len({*names}) == len(names)), columns[0])
     steps: list[int] = []
-    for path, parts in zip(paths, every, strict=True):
-        differ = [
-            part
-            for place, part in enumerate(parts)
-            if len(paths) == 1 or any(other[place : place + 1] != (part,) for other in every)
-        ]
-        numbers = re.findall(r"\d+", str(Path(*differ).with_suffix(""))) if differ else []
+    for path, name in zip(paths, names, strict=True):
+        numbers = re.findall(r"\d+", name)
         if not numbers:
             raise CheckpointError(f"{path}: no step in its name, as in checkpoint-500")
         steps.append(int(numbers[-1]))

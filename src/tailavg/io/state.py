@@ -275,20 +275,13 @@ def check_nan_policy(state: Mapping[str, Any]) -> None:
 
 
 def check_steps(count: int, starts: Sequence[int], folded: int) -> None:
-    """Raise a ValueError unless `starts` are possible after `count` samples."""
-    if not count and not starts and not folded:
-        return
-    if not 1 <= count <= MOST:
-        raise ValueError(f"state: count: expected 0 to {MOST}, got {shown(count)}")
-    if not starts or starts[0] < 0 or any(b <= a for a, b in pairwise([*starts, count])):
+    """Raise a ValueError unless blocks may start there after `count` samples, or all is 0."""
+    rises = all(a < b for a, b in pairwise([*starts, count]))
+    fits = starts and starts[0] >= 0 and rises and starts[-1] <= folded <= count <= MOST
+    if not fits and (count or starts or folded):
         raise ValueError(
-            f"state: sizes do not add up: expected starts that rise from 0 or more to "
-            f"below the count {count}, got {shown(starts)}"
-        )
-    if not starts[-1] <= folded <= count:
-        raise ValueError(
-            f"state: sizes do not add up: expected folded in [{starts[-1]}, {count}], "
-            f"got {shown(folded)}"
+            f"state: sizes do not add up: blocks that start at {shown(starts)}, folded up to "
+            f"{shown(folded)}, after {shown(count)} samples (at most {MOST})"
         )
 
 
@@ -344,13 +337,13 @@ def _check_fields(
 ) -> None:
     if not isinstance(state, Mapping):
         raise ValueError(f"state: expected a dict, got {type(state).__name__}")
-    if state.get("format") != expected:
-        raise ValueError(f"state: expected format {expected!r}, got {shown(state.get('format'))}")
-    if state.get("version") != VERSION:
-        raise ValueError(
-            f"state: expected version {VERSION}, got {shown(state.get('version'))}; "
-            "read it with the version of tailavg that wrote it"
-        )
+    for key, value in ("format", expected), ("version", VERSION):
+        got = state.get(key)
+        if type(got) is not type(value) or got != value:
+            raise ValueError(
+                f"state: expected {key} {value!r}, got {shown(got)}; if another version of tailavg "
+                "saved it, read it with that version"
+            )
     if missing := [key for key in needed if key not in state]:
         raise ValueError(f"state: missing {', '.join(missing)}; was it truncated?")
     fields = {**needed, **optional}
@@ -378,7 +371,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     if is_stream:
         return _read_stream(path)
     saved = _read_npz(path, _ARRAYS)
-    return check(saved | {"starts": saved["starts"].tolist()})
+    return check(saved | {"starts": _as_list(saved["starts"])})
 
 
 def write_file(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
@@ -401,7 +394,7 @@ def read_keyed(path: str | os.PathLike[str]) -> dict[str, Any]:
     saved = _read_npz(path, (*_LISTS, "held"))
     try:
         keys = json.loads(saved["keys"].tobytes())
-        saved |= {name: saved[name].tolist() for name in (*_LISTS[1:], "held")}
+        saved |= {name: _as_list(saved[name]) for name in (*_LISTS[1:], "held")}
         ends = [0, *accumulate(saved.pop("held"))]
         for name in ("starts", "blocks"):
             if len(saved[name]) != ends[-1]:
@@ -432,9 +425,17 @@ def _read_npz(path: str | os.PathLike[str], names: Sequence[str]) -> dict[str, A
                 if any(member.compress_type != ZIP_STORED for member in members.infolist()):
                     raise ValueError("compressed arrays")
             with np.load(stream, allow_pickle=False) as file:
-                return {**json.loads(str(file["header"])), **{name: file[name] for name in names}}
+                arrays = {name: np.asarray(file[name]) for name in names}  # or bytes
+                return {**json.loads(str(file["header"])), **arrays}
         except Exception as error:
             raise _not_saved(path, error) from error
+
+
+def _as_list(array: npt.NDArray[Any]) -> Any:
+    """Return the numbers of an array. In lists, a small file of other arrays could fill memory."""
+    if array.ndim != 1 or array.dtype.kind not in "if":
+        raise ValueError(f"state: expected numbers, got {array.dtype} of shape {array.shape}")
+    return array.tolist()
 
 
 def _read_stream(path: str | os.PathLike[str]) -> dict[str, Any]:
