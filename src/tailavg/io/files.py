@@ -12,7 +12,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -134,7 +134,8 @@ def locked(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     finally:
-        lock.unlink(missing_ok=True)
+        if _is_at(lock, file):  # and not one in a folder that was removed and made anew
+            lock.unlink()
         os.close(file)
 
 
@@ -154,10 +155,17 @@ def _open_locked(lock: Path, path: str | os.PathLike[str]) -> int:
             raise InUseError(errno.EBUSY, "in use by another process", str(path)) from None
         except OSError:  # a file system without locks
             pass
-        with suppress(FileNotFoundError):
-            if os.path.samestat(lock.stat(), os.fstat(file)):
-                return file
+        if _is_at(lock, file):
+            return file
         os.close(file)  # its last holder removed it between our open and our lock
+
+
+def _is_at(path: Path, file: int) -> bool:
+    """Whether a path still leads to an open file."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file))
+    except FileNotFoundError:
+        return False
 
 
 def _target(path: str | os.PathLike[str]) -> tuple[Path, int | None]:
