@@ -10,7 +10,7 @@ import zipfile
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors import deserialize
+from safetensors import deserialize, safe_open
 from safetensors.numpy import load_file, save_file
 
 from tailavg import AnytimeWindow, ExactWindow, Exponential, TailAverage
@@ -421,7 +421,8 @@ def test_a_shape_of_nothing_may_be_huge(tmp_path):
     header = f'{{"a": {entry(shape=(0, 2**63), offsets=(0, 0))}}}'
     path.write_bytes(len(header).to_bytes(8, "little") + header.encode())
     average_checkpoints([path], {output: ALL})
-    assert output.read_bytes() == path.read_bytes()
+    with safe_open(output, "np") as file:
+        assert file.get_slice("a").get_shape() == [0, 2**63]
 
 
 def test_compressed_torch_files_are_refused(tmp_path):

@@ -21,6 +21,7 @@ from tailavg.checkpoints.checkpoint import (
     Checkpoint,
     CheckpointError,
     Piece,
+    Tensor,
     read_at,
     stamp_of,
 )
@@ -46,7 +47,7 @@ class Safetensors(Checkpoint):
         self.stamps = {path: stamp_of(path)}
         try:
             with safe_open(path, "np") as file:
-                self._metadata = file.metadata() or {}
+                self._metadata = dict(sorted((file.metadata() or {}).items()))  # it has no order
                 slices = {name: file.get_slice(name) for name in file.offset_keys()}
                 kinds = {name: (x.get_dtype(), tuple(x.get_shape())) for name, x in slices.items()}
         except (SafetensorError, OSError) as error:
@@ -62,49 +63,47 @@ class Safetensors(Checkpoint):
             if dtype not in PARTS:
                 self._sizes[name] = elements * np.dtype(dtype).itemsize
         # tensors fill all of a valid file behind its header
-        self._header_size = path.stat().st_size - sum(self._sizes.values())
-        ends = accumulate(self._sizes.values(), initial=self._header_size)
+        first = path.stat().st_size - sum(self._sizes.values())
+        ends = accumulate(self._sizes.values(), initial=first)
         self._positions = dict(zip(self._sizes, ends, strict=False))
-        self._new_header = b""
 
     def read(self, key: Hashable, start: int, stop: int, out: Piece) -> None:
         tensor = self.tensors[key]
         read_at(self.path, self._positions[key] + start * tensor.part.itemsize, out)
 
     def arrange(self) -> None:
-        changed = {key: t.to.name for key, t in self.tensors.items() if t.to != t.part}
-        if not changed:
-            return
-        dtypes = {key: changed.get(key, tensor.dtype) for key, tensor in self.tensors.items()}
-        keys = sorted(self.tensors, key=lambda key: WIDE_FIRST.index(dtypes[key]))
-        self.tensors = {key: self.tensors[key] for key in keys}
+        by_width = sorted(self.tensors.items(), key=lambda item: WIDE_FIRST.index(_dtype(item[1])))
+        self.tensors = dict(by_width)
+
+    def write(self, outputs: Sequence[BinaryIO], averages: Averages) -> None:
         entries = []
         for key, tensor in self.tensors.items():
             size = tensor.numbers * tensor.to.itemsize or self._sizes[key]
-            entries.append(Entry(tensor.name, NAMES[dtypes[key]], tensor.shape, size))
-        self._new_header = header(entries, metadata=self._metadata)
-
-    def write(self, outputs: Sequence[BinaryIO], averages: Averages) -> None:
-        def copy(position: int, size: int) -> None:
-            for start in range(position, position + size, BUFFER):
-                piece = np.empty(min(BUFFER, position + size - start), np.uint8)
-                read_at(self.path, start, piece)
-                for output in outputs:
-                    _write(output, piece)
-
-        if self._new_header:
-            for output in outputs:
-                output.write(self._new_header)
-        else:
-            copy(0, self._header_size)
+            entries.append(Entry(tensor.name, NAMES[_dtype(tensor)], tensor.shape, size))
+        for output in outputs:
+            output.write(header(entries, metadata=self._metadata))
         for key, tensor in self.tensors.items():
             if not tensor.numbers:
-                copy(self._positions[key], self._sizes[key])
+                self._copy(key, outputs)
             for means in tensor.means(averages):
                 for output, mean in zip(outputs, means, strict=True):
                     _write(output, mean.view(np.uint8))
         for output in outputs:
             sync(output)
+
+    def _copy(self, key: Hashable, outputs: Sequence[BinaryIO]) -> None:
+        """Write a tensor as it is."""
+        position, end = self._positions[key], self._positions[key] + self._sizes[key]
+        for start in range(position, end, BUFFER):
+            piece = np.empty(min(BUFFER, end - start), np.uint8)
+            read_at(self.path, start, piece)
+            for output in outputs:
+                _write(output, piece)
+
+
+def _dtype(tensor: Tensor) -> str:
+    """Return the dtype in which a tensor is written."""
+    return tensor.dtype if tensor.to == tensor.part else tensor.to.name
 
 
 def _write(output: BinaryIO, data: Piece) -> None:

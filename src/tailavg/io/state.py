@@ -413,8 +413,9 @@ def _write_npz(
     if objects := [name for name, array in arrays.items() if array.dtype.hasobject]:
         raise ValueError(f"state: {', '.join(objects)}: expected numbers, got objects")
     header = json.dumps({name: value for name, value in state.items() if name not in arrays})
+    members: dict[str, Any] = {"header": np.asarray(header), **arrays}
     with whole_file(path) as file:
-        np.savez(file, allow_pickle=False, header=np.asarray(header), **arrays)
+        np.savez(file, **members)
 
 
 def _read_npz(path: str | os.PathLike[str], names: Sequence[str]) -> dict[str, Any]:
