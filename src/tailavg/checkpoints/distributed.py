@@ -16,6 +16,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
+from torch.distributed.checkpoint import planner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, StorageMeta
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from tailavg.checkpoints.checkpoint import (
     Averages,
@@ -44,8 +49,6 @@ class Distributed(Checkpoint):
     threads = 1  # each holds a chunk
 
     def __init__(self, path: Path) -> None:
-        from torch.distributed.checkpoint.filesystem import FileSystemReader
-
         self.path = path
         metadata = path / ".metadata"
         self.stamps = {metadata: stamp_of(metadata)}
@@ -107,9 +110,6 @@ class Distributed(Checkpoint):
                 self.tensors[key] = dataclasses.replace(tensor, cuts=cuts)
 
     def read(self, key: Any, start: int, stop: int, out: Piece) -> None:
-        import torch
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
         dtype = self._metadata.state_dict_metadata[key[0]].properties.dtype
         offsets, sizes = list(self._chunks[key].offsets), list(self._chunks[key].sizes)
         if sizes:
@@ -122,8 +122,6 @@ class Distributed(Checkpoint):
 
     def _load(self, name: str, region: Any, target: Any) -> None:
         """Read a region of a tensor."""
-        from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-
         entry = self._metadata.state_dict_metadata[name]
         items = create_read_items_for_chunk_list(name, entry, [region])
         covered = sum(math.prod(item.lengths) for item in items)
@@ -136,19 +134,14 @@ class Distributed(Checkpoint):
 
     def _bytes(self, item: Any) -> io.BytesIO:
         """Read what is not a tensor, as it is stored."""
-        import torch
-        from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
-
         into, none = _Into(None), torch.Size((0,))
-        read = ReadItem(LoadItemType.BYTE_IO, item, none, item, none, none)
+        read = planner.ReadItem(planner.LoadItemType.BYTE_IO, item, none, item, none, none)
         self._read_items(item.fqn, [read], into)
         return into.data
 
     def _read_items(self, name: str, items: list[Any], into: Any) -> None:
-        from torch.distributed.checkpoint.planner import LoadPlan
-
         try:
-            self._reader.read_data(LoadPlan(items), into).wait()
+            self._reader.read_data(planner.LoadPlan(items), into).wait()
         except OSError:
             raise
         except Exception as error:  # a damaged file can raise anything
@@ -157,20 +150,6 @@ class Distributed(Checkpoint):
             ) from error
 
     def write(self, outputs: Sequence[Path], averages: Averages) -> None:
-        import torch
-        from torch.distributed.checkpoint.filesystem import FileSystemWriter
-        from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-        from torch.distributed.checkpoint.planner import (
-            SavePlan,
-            TensorWriteData,
-            WriteItem,
-            WriteItemType,
-        )
-
-        class Writer(FileSystemWriter):
-            def storage_meta(self) -> StorageMeta:  # without the temporary name
-                return StorageMeta(save_id=self.save_id)
-
         (output,) = outputs
         entries = dict(self._metadata.state_dict_metadata)
         for tensor in self.tensors.values():
@@ -181,12 +160,12 @@ class Distributed(Checkpoint):
                     entry, properties=dataclasses.replace(entry.properties, dtype=dtype)
                 )
 
-        def to_write(item: Any) -> WriteItem:
+        def to_write(item: Any) -> planner.WriteItem:
             entry = entries[item.fqn]
             if not hasattr(entry, "properties"):
-                return WriteItem(item, WriteItemType.BYTE_IO)
-            data = TensorWriteData(self._chunks[_key(item)], entry.properties, entry.size)
-            return WriteItem(item, WriteItemType.SHARD, tensor_data=data)
+                return planner.WriteItem(item, planner.WriteItemType.BYTE_IO)
+            data = planner.TensorWriteData(self._chunks[_key(item)], entry.properties, entry.size)
+            return planner.WriteItem(item, planner.WriteItemType.SHARD, tensor_data=data)
 
         def size_of(key: Any) -> int:
             dtype = entries[key[0]].properties.dtype
@@ -196,7 +175,7 @@ class Distributed(Checkpoint):
         largest = max((size_of(key) for key in self._chunks), default=0)
         memory = torch.empty(largest, dtype=torch.uint8)
 
-        def resolve(write: WriteItem) -> Any:
+        def resolve(write: planner.WriteItem) -> Any:
             key = _key(write.index)
             if key[1] is None:
                 return self._bytes(write.index)
@@ -213,15 +192,20 @@ class Distributed(Checkpoint):
             return values
 
         # with one thread and no copies ahead, it calls `resolve` in this order
-        writer = Writer(output, per_thread_copy_ahead=0)
+        writer = _Writer(output, per_thread_copy_ahead=0)
         writer.set_up_storage_writer(True)
         stored = self._metadata.storage_data
         by_file = groupby(self._items, key=lambda item: stored[item].relative_path)
-        plans = [SavePlan([to_write(item) for item in items]) for _, items in by_file]
+        plans = [planner.SavePlan([to_write(item) for item in items]) for _, items in by_file]
         plans = writer.prepare_global_plan([writer.prepare_local_plan(plan) for plan in plans])
-        planner: Any = SimpleNamespace(resolve_data=resolve)
-        results = [writer.write_data(plan, planner).wait() for plan in plans]
+        source: Any = SimpleNamespace(resolve_data=resolve)
+        results = [writer.write_data(plan, source).wait() for plan in plans]
         writer.finish(Metadata(entries, self._metadata.planner_data), results)
+
+
+class _Writer(FileSystemWriter):
+    def storage_meta(self) -> StorageMeta:  # without the temporary name
+        return StorageMeta(save_id=self.save_id)
 
 
 class _Into:

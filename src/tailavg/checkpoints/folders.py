@@ -20,10 +20,9 @@ from tailavg.checkpoints.checkpoint import (
     stamp_of,
 )
 from tailavg.checkpoints.safetensors import Safetensors
-from tailavg.checkpoints.torchfiles import TorchFile
 from tailavg.io.files import sync
 
-__all__ = ["Folder"]
+__all__ = ["Folder", "open_file"]
 
 INDEX = re.compile(r"(.+)(\.safetensors|\.bin)\.index(\..+)?\.json")
 SHARD = re.compile(r".+-\d{5}-of-\d{5}(\.safetensors|\.bin)")
@@ -41,6 +40,15 @@ TRAINING_FOLDERS = re.compile(
     r"\..* | __pycache__ | runs | checkpoint-\d+ | (global_step|optimizer|tail_average|.*fsdp).*",
     re.VERBOSE,
 )
+
+
+def open_file(path: Path) -> Checkpoint:
+    """Open a file of weights."""
+    if path.suffix == ".safetensors":
+        return Safetensors(path)
+    from tailavg.checkpoints.torchfiles import TorchFile  # needs torch
+
+    return TorchFile(path)
 
 
 class Folder(Checkpoint):
@@ -104,9 +112,7 @@ class Folder(Checkpoint):
                 models[model] = [name]
         for model, files in models.items():
             for name in files:
-                file = (Safetensors if kind == ".safetensors" else TorchFile)(
-                    self.path / folder / name
-                )
+                file = open_file(self.path / folder / name)
                 self._files[folder / name] = str(folder / model), file
                 self.stamps |= file.stamps
 

@@ -18,11 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from tailavg.checkpoints.checkpoint import Averages, Checkpoint, Piece, Tensor
-from tailavg.checkpoints.distributed import Distributed
-from tailavg.checkpoints.folders import Folder
-from tailavg.checkpoints.safetensors import Safetensors
+from tailavg.checkpoints.folders import Folder, open_file
 from tailavg.checkpoints.sums import Mean, widened
-from tailavg.checkpoints.torchfiles import TorchFile
 from tailavg.checkpoints.weights import Weighing, weights
 from tailavg.core.windows import Reals
 
@@ -136,10 +133,10 @@ class _Memory(threading.local):
 
 def _opened(path: Path) -> Checkpoint:
     if (path / ".metadata").is_file():
+        from tailavg.checkpoints.distributed import Distributed  # needs torch
+
         return Distributed(path)
-    if path.is_dir():
-        return Folder(path)
-    return Safetensors(path) if path.suffix in SAFETENSORS else TorchFile(path)
+    return Folder(path) if path.is_dir() else open_file(path)
 
 
 def _pieces(tensors: Mapping[Hashable, Tensor]) -> Iterator[tuple[Hashable, int, int]]:

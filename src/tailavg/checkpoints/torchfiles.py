@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import torch
+
 from tailavg.checkpoints.checkpoint import (
     PARTS,
     Averages,
@@ -49,8 +51,6 @@ class TorchFile(Checkpoint):
 
     def _load(self, **options: Any) -> tuple[Any, Leaves]:
         """Return the contents of the file, and its tensors."""
-        import torch
-
         try:
             _check_records(self.path)
             tree = torch.load(self.path, **{"map_location": "cpu", "weights_only": True, **options})
@@ -76,8 +76,6 @@ class TorchFile(Checkpoint):
         self, tree: Any, path: tuple[Any, ...] = ()
     ) -> Iterator[tuple[tuple[Any, ...], Any]]:
         """Return the tensors in dicts, lists and tuples, each with the path to it."""
-        import torch
-
         if isinstance(tree, torch.Tensor):
             yield path, tree
         elif isinstance(tree, Mapping | list | tuple):
@@ -146,8 +144,6 @@ class TorchFile(Checkpoint):
             out.view(tensor.part)[:] = _numbers(self._mapped[key], tensor)[start:stop]
 
     def write(self, outputs: Sequence[BinaryIO], averages: Averages) -> None:
-        import torch
-
         loaded = [self._load() for _ in outputs]
         self.check_unchanged()
         for key, tensor in self.tensors.items():
@@ -170,8 +166,6 @@ class TorchFile(Checkpoint):
 
     def _target(self, key: Hashable, leaves: Leaves) -> Piece:
         """Return the numbers of a tensor in memory, which is new if their dtype changes."""
-        import torch
-
         tensor, first = self.tensors[key], leaves[key]
         if tensor.to == tensor.part:
             return _numbers(first, tensor)
@@ -186,8 +180,6 @@ class TorchFile(Checkpoint):
 
 def _numbers(leaf: Any, tensor: Tensor) -> Piece:
     """Return the numbers that start where a tensor of torch does, in its memory."""
-    import torch
-
     start = leaf.storage_offset() * leaf.element_size()
     size = tensor.numbers * tensor.part.itemsize
     memory = torch.empty(0, dtype=torch.uint8)
@@ -197,8 +189,6 @@ def _numbers(leaf: Any, tensor: Tensor) -> Piece:
 
 def _is_dense(leaf: Any, dtype: str) -> bool:
     """Whether a tensor is a view of numbers in main memory, of a dtype that is averaged or left."""
-    import torch
-
     return (
         type(leaf) in (torch.Tensor, torch.nn.Parameter)
         and not leaf.is_nested
