@@ -261,7 +261,7 @@ def shard_with_fsdp(path):
         (lose_a_shard, "no file 'model-00001-of-00002.safetensors' beside it, where 'a' should be"),
         (lose_the_index, "a shard without its index"),
         (lambda path: (lose_the_index(path), add_an_adapter(path)), "a shard without its index"),
-        (lambda path: write_index(path, "{"), "index.json: not JSON"),
+        (lambda path: write_index(path, "{"), "index.json: not an object in JSON"),
         (lambda path: write_index(path, '{"weight_map": 3}'), "not an index with"),
         (lambda path: write_index(path, '{"weight_map": {"a": "../b"}}'), "no file '../b'"),
         (add_a_model, "model.safetensors and an index with shards; remove the older"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -22,8 +22,8 @@ __all__ = [
     "CheckpointError",
     "Piece",
     "Tensor",
-    "first_line",
     "read_at",
+    "reading",
     "stamp_of",
 ]
 
@@ -173,9 +173,16 @@ def stamp_of(path: Path) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def first_line(error: Exception) -> str:
-    """Return what an error of torch says, without its stack of C++ calls."""
-    return (str(error).strip() or type(error).__name__).partition("\n")[0]
+@contextmanager
+def reading(problem: str) -> Iterator[None]:
+    """Raise a CheckpointError with this text if a file is damaged, which can raise anything."""
+    try:
+        yield
+    except (CheckpointError, MemoryError):
+        raise
+    except Exception as error:
+        first_line = str(error).strip().partition("\n")[0]  # torch adds a stack of C++ calls
+        raise CheckpointError(f"{problem}: {type(error).__name__}: {first_line}") from error
 
 
 def _is_complex(dtype: str) -> bool:

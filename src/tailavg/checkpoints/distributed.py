@@ -28,7 +28,7 @@ from tailavg.checkpoints.checkpoint import (
     CheckpointError,
     Piece,
     Tensor,
-    first_line,
+    reading,
     stamp_of,
 )
 
@@ -53,7 +53,7 @@ class Distributed(Checkpoint):
         metadata = path / ".metadata"
         self.stamps = {metadata: stamp_of(metadata)}
         self._reader = FileSystemReader(path)
-        try:
+        with reading(f"{metadata}: not the metadata of torch.distributed.checkpoint"):
             self._metadata: Any = self._reader.read_metadata()
             self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
             stored = self._metadata.storage_data
@@ -66,13 +66,6 @@ class Distributed(Checkpoint):
                 for chunk in getattr(entry, "chunks", ())
             }
             self.tensors = {_key(item): self._tensor(item) for item in self._items}
-        except CheckpointError:
-            raise
-        except Exception as error:  # a damaged pickle can raise anything
-            raise CheckpointError(
-                f"{metadata}: not the metadata of torch.distributed.checkpoint: "
-                f"{type(error).__name__}: {error}"
-            ) from error
         self.stamps |= {file: stamp_of(file) for file in sorted(files)}
         if not self.tensors:
             raise CheckpointError(f"{path}: no tensors found")
@@ -140,14 +133,8 @@ class Distributed(Checkpoint):
         return into.data
 
     def _read_items(self, name: str, items: list[Any], into: Any) -> None:
-        try:
+        with reading(f"{self.path}: tensor {name!r}: torch cannot read its chunks"):
             self._reader.read_data(planner.LoadPlan(items), into).wait()
-        except OSError:
-            raise
-        except Exception as error:  # a damaged file can raise anything
-            raise CheckpointError(
-                f"{self.path}: tensor {name!r}: torch cannot read its chunks: {first_line(error)}"
-            ) from error
 
     def write(self, outputs: Sequence[Path], averages: Averages) -> None:
         (output,) = outputs

@@ -17,6 +17,7 @@ from tailavg.checkpoints.checkpoint import (
     Checkpoint,
     CheckpointError,
     Piece,
+    reading,
     stamp_of,
 )
 from tailavg.checkpoints.safetensors import Safetensors
@@ -196,13 +197,8 @@ class Folder(Checkpoint):
         return json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n"
 
     def _json(self, path: Path) -> dict[str, Any]:
-        try:
-            content = json.loads((self.path / path).read_text())
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{self.path / path}: not JSON: {error}") from None
-        if not isinstance(content, dict):
-            raise CheckpointError(f"{self.path / path}: not an object in JSON")
-        return content
+        with reading(f"{self.path / path}: not an object in JSON"):
+            return {**json.loads((self.path / path).read_text())}
 
 
 def _rename_dtypes(config: dict[str, Any], dtype: str) -> None:

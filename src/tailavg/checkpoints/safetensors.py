@@ -19,10 +19,10 @@ from tailavg.checkpoints.checkpoint import (
     PARTS,
     Averages,
     Checkpoint,
-    CheckpointError,
     Piece,
     Tensor,
     read_at,
+    reading,
     stamp_of,
 )
 from tailavg.io.files import sync
@@ -41,19 +41,15 @@ class Safetensors(Checkpoint):
     """A `.safetensors` file. The key of a tensor is its name."""
 
     def __init__(self, path: Path) -> None:
-        from safetensors import SafetensorError, safe_open
+        from safetensors import safe_open
 
         self.path = path
         self.stamps = {path: stamp_of(path)}
-        try:
-            with safe_open(path, "np") as file:
-                self._metadata = dict(sorted((file.metadata() or {}).items()))  # it has no order
-                slices = {name: file.get_slice(name) for name in file.offset_keys()}
-                kinds = {name: (x.get_dtype(), tuple(x.get_shape())) for name, x in slices.items()}
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"{path}: not a complete .safetensors file: {error}; save or copy it again"
-            ) from None
+        problem = f"{path}: not a complete .safetensors file; save or copy it again"
+        with reading(problem), safe_open(path, "np") as file:
+            self._metadata = dict(sorted((file.metadata() or {}).items()))  # it has no order
+            slices = {name: file.get_slice(name) for name in file.offset_keys()}
+            kinds = {name: (x.get_dtype(), tuple(x.get_shape())) for name, x in slices.items()}
         self.tensors = {}
         self._sizes: dict[Hashable, int] = {}
         for name, (code, shape) in kinds.items():

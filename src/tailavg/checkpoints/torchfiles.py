@@ -18,8 +18,8 @@ from tailavg.checkpoints.checkpoint import (
     CheckpointError,
     Piece,
     Tensor,
-    first_line,
     read_at,
+    reading,
     stamp_of,
 )
 from tailavg.io.files import sync
@@ -51,17 +51,13 @@ class TorchFile(Checkpoint):
 
     def _load(self, **options: Any) -> tuple[Any, Leaves]:
         """Return the contents of the file, and its tensors."""
-        try:
+        with reading(
+            f"{self.path}: not a complete file of tensors and plain data, as torch.save writes it "
+            "since torch 1.6"
+        ):
             _check_records(self.path)
             tree = torch.load(self.path, **{"map_location": "cpu", "weights_only": True, **options})
             return tree, dict(self._leaves(tree))
-        except CheckpointError:
-            raise
-        except Exception as error:  # a damaged file can raise anything
-            raise CheckpointError(
-                f"{self.path}: not a complete file of tensors and plain data, as torch.save writes "
-                f"it since torch 1.6: {first_line(error)}"
-            ) from error
 
     def _offsets(self) -> dict[Hashable, int]:
         """Return where in the file the numbers are, if this version of torch can tell."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tailavg.checkpoints.checkpoint import CheckpointError
+from tailavg.checkpoints.checkpoint import CheckpointError, reading
 from tailavg.core.clock import starts_at
 from tailavg.core.decay import Decay
 from tailavg.core.profile import dense_weights
@@ -93,10 +93,8 @@ def steps_of(paths: Sequence[Path]) -> list[int]:
 
 def read_weights(path: Path, files: int) -> Reals:
     """Read the weights in a JSON file: a list of one number per checkpoint, oldest first."""
-    try:
+    with reading(f"{path}: expected a list of numbers in JSON"):
         numbers = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: expected a list of numbers in JSON, got: {error}") from None
     if not isinstance(numbers, list) or len(numbers) != files:
         raise CheckpointError(
             f"{path}: expected a list of {files} numbers, one per checkpoint, oldest first"

@@ -40,7 +40,8 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -392,7 +393,7 @@ def write_keyed(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
 def read_keyed(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read the state in a file that `write_keyed` wrote. Nothing is unpickled."""
     saved = _read_npz(path, (*_LISTS, "held"))
-    try:
+    with _reading(path):
         keys = json.loads(saved["keys"].tobytes())
         saved |= {name: _as_list(saved[name]) for name in (*_LISTS[1:], "held")}
         ends = [0, *accumulate(saved.pop("held"))]
@@ -400,8 +401,6 @@ def read_keyed(path: str | os.PathLike[str]) -> dict[str, Any]:
             if len(saved[name]) != ends[-1]:
                 raise ValueError(f"{ends[-1]} blocks, but {len(saved[name])} {name}")
             saved[name] = [saved[name][start:end] for start, end in pairwise(ends)]
-    except Exception as error:
-        raise _not_saved(path, error) from error
     return check_keyed(saved | {"keys": keys})
 
 
@@ -420,16 +419,13 @@ def _write_npz(
 
 def _read_npz(path: str | os.PathLike[str], names: Sequence[str]) -> dict[str, Any]:
     """Read the fields in a file that `_write_npz` wrote."""
-    with Path(path).open("rb") as stream:
-        try:
-            with ZipFile(stream) as members:  # a small compressed file could fill the memory
-                if any(member.compress_type != ZIP_STORED for member in members.infolist()):
-                    raise ValueError("compressed arrays")
-            with np.load(stream, allow_pickle=False) as file:
-                arrays = {name: np.asarray(file[name]) for name in names}  # or bytes
-                return {**json.loads(str(file["header"])), **arrays}
-        except Exception as error:
-            raise _not_saved(path, error) from error
+    with Path(path).open("rb") as stream, _reading(path):
+        with ZipFile(stream) as members:  # a small compressed file could fill the memory
+            if any(member.compress_type != ZIP_STORED for member in members.infolist()):
+                raise ValueError("compressed arrays")
+        with np.load(stream, allow_pickle=False) as file:
+            arrays = {name: np.asarray(file[name]) for name in names}  # or bytes
+            return {**json.loads(str(file["header"])), **arrays}
 
 
 def _as_list(array: npt.NDArray[Any]) -> Any:
@@ -441,24 +437,20 @@ def _as_list(array: npt.NDArray[Any]) -> Any:
 
 def _read_stream(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read the average that `tailavg stream --state` saved, if it is one."""
-    with Path(path).open("rb") as file:
-        try:
-            saved = json.loads(file.readline())
-            if (saved["format"], saved["version"]) != (STREAM, STREAM_VERSION):
-                raise ValueError(f"format {saved['format']!r}, version {saved['version']!r}")
-            options = saved["options"]
-            if options["by"] is None and len(options["averages"]) == 1:
-                entries = list(map(json.loads, file))
-                if len(entries) != saved["keys"]:
-                    raise ValueError(f"{len(entries)} averages instead of {saved['keys']}")
-                fields: Any = {"count": 0, "starts": [], "blocks": [], "folded": 0, "partial": 0.0}
-                for _, (average,) in entries:
-                    fields = average
-                dtype = "float64" if entries else None
-                rule = rule_from(options["rule"][0])
-                return check(state(rule, dtype=dtype, scalar=True, **fields))
-        except Exception as error:
-            raise _not_saved(path, error) from error
+    with Path(path).open("rb") as file, _reading(path):
+        saved = json.loads(file.readline())
+        if (saved["format"], saved["version"]) != (STREAM, STREAM_VERSION):
+            raise ValueError(f"format {saved['format']!r}, version {saved['version']!r}")
+        options = saved["options"]
+        if options["by"] is None and len(options["averages"]) == 1:
+            entries = list(map(json.loads, file))
+            if len(entries) != saved["keys"]:
+                raise ValueError(f"{len(entries)} averages instead of {saved['keys']}")
+            fields: Any = {"count": 0, "starts": [], "blocks": [], "folded": 0, "partial": 0.0}
+            for _, (average,) in entries:
+                fields = average
+            rule, dtype = rule_from(options["rule"][0]), "float64" if entries else None
+            return check(state(rule, dtype=dtype, scalar=True, **fields))
     raise ValueError(
         f"{path}: expected a state of tailavg stream with one average, got one with "
         f"{shown(options['averages'])} by {shown(options['by'])}; resume it with tailavg stream "
@@ -466,11 +458,14 @@ def _read_stream(path: str | os.PathLike[str]) -> dict[str, Any]:
     )
 
 
-def _not_saved(path: str | os.PathLike[str], error: Exception) -> ValueError:
-    """Return the error for a damaged file, in which reading can fail in any way."""
-    return ValueError(
-        f"{path}: expected a file saved by tailavg, got: {type(error).__name__}: {str(error)[:300]}"
-    )
+@contextmanager
+def _reading(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Raise a ValueError that names the file if it is damaged, which can raise anything."""
+    try:
+        yield
+    except Exception as error:
+        message = f"{type(error).__name__}: {str(error)[:300]}"
+        raise ValueError(f"{path}: expected a file saved by tailavg, got: {message}") from error
 
 
 # A folder of safetensors files: see docs/state.md.
@@ -515,7 +510,9 @@ def _read_folder(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read the state in a folder that `write_folder` wrote. Arrays are read on access."""
     folder = saved_folder(path)
     try:
-        state = json.loads((folder / _STATE).read_text(encoding="utf-8"))
+        text = (folder / _STATE).read_bytes()
+        with _reading(folder / _STATE):
+            state = {**json.loads(text)}
         starts = check({**state, "blocks": [], "partial": {}})["starts"]
         blocks = [mapped(folder / name) for name in _block_files(starts)]
         arrays = mapped(folder / _OPEN)
@@ -523,8 +520,6 @@ def _read_folder(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ValueError(
             f"{path}: expected a folder saved by tailavg, got one without {error.filename}"
         ) from error
-    except (TypeError, RecursionError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise _not_saved(folder / _STATE, error) from error
     partial, mean = (
         {name.removeprefix(kind): array for name, array in arrays.items() if name.startswith(kind)}
         for kind in ("sum.", "mean.")
