@@ -111,8 +111,6 @@ class Merge:
         """Return the average of a piece for every output."""
         tensor = self.newest.tensors[key]
         piece = memory.piece[: (stop - start) * tensor.part.itemsize]
-        for mean in memory.means:
-            mean.start()
         with np.errstate(all="ignore"):  # two infinities may have NaN as their mean
             for checkpoint, row in reversed(terms):
                 checkpoint.read(key, start, stop, piece)
@@ -126,9 +124,9 @@ class Merge:
 class _Memory(threading.local):
     """What a thread uses for every piece: new memory would take as long as the sums."""
 
-    def __init__(self, room: int, outputs: int) -> None:
-        self.piece = np.empty(8 * room, np.uint8)
-        self.means = [Mean(room) for _ in range(outputs)]
+    def __init__(self, size: int, outputs: int) -> None:
+        self.piece = np.empty(8 * size, np.uint8)
+        self.means = [Mean(size) for _ in range(outputs)]
 
 
 def _opened(path: Path) -> Checkpoint:

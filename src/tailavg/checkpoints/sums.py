@@ -12,22 +12,16 @@ __all__ = ["Mean", "widened"]
 
 
 class Mean:
-    """The weighted mean of pieces that have one dtype. Its memory serves one after another.
+    """The weighted mean of pieces that have one dtype, of at most `size` numbers.
 
     Numbers with the same bits in all pieces keep these bits: those of a NaN, too, and a float64
-    that a sum of its parts would round to another.
-
-    Args:
-        room: The most numbers in a piece.
+    that a sum of its parts would round to another. One mean after another uses the same memory.
     """
 
-    def __init__(self, room: int) -> None:
-        self._sums, self._terms = np.empty(room), np.empty(room)
-        self._same, self._equal = np.empty(room, bool), np.empty(room, bool)
-        self._memory = np.empty(8 * room, np.uint8)
-
-    def start(self) -> None:
-        """Forget all pieces."""
+    def __init__(self, size: int) -> None:
+        self._sums, self._terms = np.empty(size), np.empty(size)
+        self._same, self._equal = np.empty(size, bool), np.empty(size, bool)
+        self._memory = np.empty(8 * size, np.uint8)
         self._first: Piece | None = None
 
     def add(self, piece: Piece, numbers: Piece, weight: float) -> None:
@@ -48,8 +42,8 @@ class Mean:
         self._same[:size] &= equal
 
     def rounded(self, dtype: np.dtype[Any]) -> Piece:
-        """Return the mean in a dtype."""
-        first = self._first
+        """Return the mean in a dtype, and start anew."""
+        first, self._first = self._first, None
         assert first is not None, "a mean of no pieces"
         sums, same = self._sums[: len(first)], self._same[: len(first)]
         if dtype != first.dtype:
