@@ -1,4 +1,4 @@
-"""What is not installed with tailavg itself."""
+"""Packages that come with the extras of tailavg."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["needs"]
 
 @contextmanager
 def needs(extra: str) -> Iterator[None]:
-    """Imports that may fail: Python's own error then also says which extra to install."""
+    """Add to the error of a failed import which extra to install."""
     try:
         yield
     except ModuleNotFoundError as error:

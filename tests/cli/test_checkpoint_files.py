@@ -10,7 +10,7 @@ import zipfile
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors import deserialize
+from safetensors import deserialize, safe_open
 from safetensors.numpy import load_file, save_file
 
 from tailavg import AnytimeWindow, ExactWindow, Exponential, TailAverage
@@ -253,7 +253,7 @@ def test_views_of_one_memory(tmp_path):
     split = every[1] | {"second": every[1]["second"].clone()}
     said = refused_after(tmp_path, [every[0], split, every[2]])
     assert "step-1.pt" in said
-    assert "expected it tied to first" in said
+    assert "expected memory 48 bytes from first, got 0 bytes from second" in said
 
 
 def test_a_torch_that_cannot_tell_where_numbers_are(tmp_path, monkeypatch):
@@ -263,7 +263,6 @@ def test_a_torch_that_cannot_tell_where_numbers_are(tmp_path, monkeypatch):
     every = [{str(i): torch.randn(5, 4).T for i in range(3)} for _ in range(3)]
     expected = average(tmp_path, every)
     monkeypatch.setattr(torchfiles.TorchFile, "_offsets", lambda _: {})
-    monkeypatch.setattr(torchfiles, "REMAP", 100)
     mapped = average(tmp_path, every)
     assert all(torch.equal(mapped[name], expected[name]) for name in expected)
 
@@ -272,7 +271,10 @@ def test_layouts_that_differ_are_refused(tmp_path):
     torch = pytest.importorskip("torch")
     one, two = torch.arange(12.0).view(3, 4), torch.ones(4, 3).T
     said = refused(tmp_path, [{"x": one}, {"x": two}])
-    assert "tensor 'x': expected it in memory of its own, with strides (1, 3), got it in" in said
+    assert (
+        "tensor 'x': expected memory 0 bytes from x, with strides (1, 3), got 0 bytes from x"
+        in said
+    )
 
 
 def test_integers_come_from_the_newest(tmp_path):
@@ -419,7 +421,8 @@ def test_a_shape_of_nothing_may_be_huge(tmp_path):
     header = f'{{"a": {entry(shape=(0, 2**63), offsets=(0, 0))}}}'
     path.write_bytes(len(header).to_bytes(8, "little") + header.encode())
     average_checkpoints([path], {output: ALL})
-    assert output.read_bytes() == path.read_bytes()
+    with safe_open(output, "np") as file:
+        assert file.get_slice("a").get_shape() == [0, 2**63]
 
 
 def test_compressed_torch_files_are_refused(tmp_path):

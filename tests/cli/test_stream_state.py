@@ -285,9 +285,9 @@ def test_a_state_of_one_average_is_loaded_in_python(tmp_path, options, numbers):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["-w", "2", "-c", "loss", "--by", "run"], "averages by 'run'"),
-        (["-w", "2", "-c", "loss", "-c", "step"], "the columns ['loss', 'step']"),
-        (["--windows", "2,5", "-c", "loss"], "several windows, ['loss_average_2', 'loss_aver"),
+        (["-w", "2", "-c", "loss", "--by", "run"], "by 'run'"),
+        (["-w", "2", "-c", "loss", "-c", "step"], "['loss_average', 'step_average']"),
+        (["--windows", "2,5", "-c", "loss"], "['loss_average_2', 'loss_average_5']"),
     ],
 )
 def test_a_state_of_several_averages_is_not_loaded(tmp_path, options, told):

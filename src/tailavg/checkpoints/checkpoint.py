@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from tailavg.io.files import sync, whole_file
+from tailavg.io.files import whole_file, whole_folder
 
 __all__ = [
-    "BUFFER",
     "PARTS",
     "Averages",
     "Checkpoint",
     "CheckpointError",
     "Piece",
     "Tensor",
-    "flowing",
     "read_at",
+    "reading",
     "stamp_of",
 ]
 
@@ -34,41 +31,17 @@ Piece = npt.NDArray[Any]
 Averages = Iterator[Sequence[Piece]]
 """Piece after piece, in the order of the newest checkpoint, each with one average per output."""
 
-BUFFER = 2**20
-"""How many bytes to copy at once."""
-
-FLOW = 2**26
-"""After how many bytes to send them to the disk."""
-
-PARTS: Mapping[str, str] = {
-    "float64": "float64",
-    "float32": "float32",
-    "float16": "float16",
-    "bfloat16": "bfloat16",
-    "float8_e4m3fn": "float8_e4m3fn",
-    "float8_e4m3fnuz": "float8_e4m3fnuz",
-    "float8_e5m2": "float8_e5m2",
-    "float8_e5m2fnuz": "float8_e5m2fnuz",
-    "complex128": "float64",
-    "complex64": "float32",
-    "complex32": "float16",
-}
+_FLOATS = ("float64", "float32", "float16", "bfloat16")
+_FLOATS_8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
+_COMPLEX = {"complex128": "float64", "complex64": "float32", "complex32": "float16"}
+PARTS: Mapping[str, str] = {name: name for name in (*_FLOATS, *_FLOATS_8)} | _COMPLEX
 """The dtypes that are averaged, and the dtypes of their real and imaginary parts."""
 
 NO_NUMBERS = np.dtype(np.uint8)
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be read, or does not match the others.
-
-    Args:
-        message: What is wrong.
-        argument: The argument of `Merge` that is wrong, if it is one.
-    """
-
-    def __init__(self, message: str, argument: str | None = None) -> None:
-        super().__init__(message if argument is None else f"{argument}: {message}")
-        self.message, self.argument = message, argument
+    """A checkpoint cannot be read, or does not match the others."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +58,8 @@ class Tensor:
     """Their dtype."""
     to: np.dtype[Any] = NO_NUMBERS
     """The dtype of their average."""
-    memory: str = "in memory of its own"
-    """Where it is, in formats that can tell."""
+    memory: str = ""
+    """Where it is in memory, in formats that can tell."""
     cuts: tuple[int, ...] = ()
     """The only places where it can be cut into pieces; if empty, it can be cut anywhere."""
     left: bool = False
@@ -98,6 +71,14 @@ class Tensor:
         part = _part(dtype)
         return cls(name, dtype, shape, elements * (1 + _is_complex(dtype)), part, part)
 
+    def means(self, averages: Averages) -> Averages:
+        """Take the averages of this tensor."""
+        taken = 0
+        while taken < self.numbers:
+            means = next(averages)
+            taken += len(means[0])
+            yield means
+
 
 class Checkpoint(ABC):
     """A saved model. Only the names and kinds of its tensors are read at first."""
@@ -106,6 +87,9 @@ class Checkpoint(ABC):
     """How messages call it."""
     together: ClassVar[bool] = True
     """Whether several outputs can be written in one pass."""
+    threads: ClassVar[int] = 2
+    """How many threads may read it: one computes while another reads. More would wait for Python's
+    lock."""
     path: Path
     tensors: dict[Hashable, Tensor]
     stamps: dict[Path, tuple[int, ...]]
@@ -113,7 +97,7 @@ class Checkpoint(ABC):
 
     def replacing(self, output: Path) -> AbstractContextManager[Any]:
         """Open an output, which appears when it is complete."""
-        return whole_file(output)
+        return whole_folder(output) if self.path.is_dir() else whole_file(output)
 
     @abstractmethod
     def read(self, key: Hashable, start: int, stop: int, out: Piece) -> None:
@@ -126,12 +110,9 @@ class Checkpoint(ABC):
     def choose(self, include: Sequence[str], exclude: Sequence[str], dtype: str | None) -> None:
         """Leave some tensors as they are in this checkpoint, and change the dtype of the others."""
         names = {tensor.name for tensor in self.tensors.values()}
-        for argument, patterns in ("include", include), ("exclude", exclude):
-            for pattern in patterns:
-                if not any(fnmatchcase(name, pattern) for name in names):
-                    raise CheckpointError(
-                        f"no tensor matches {pattern!r}; a name is {min(names)!r}", argument
-                    )
+        for pattern in (*include, *exclude):
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise CheckpointError(f"no tensor matches {pattern!r}; a name is {min(names)!r}")
         for key, tensor in self.tensors.items():
             if any(fnmatchcase(tensor.name, pattern) for pattern in exclude) or (
                 include and not any(fnmatchcase(tensor.name, pattern) for pattern in include)
@@ -163,37 +144,45 @@ class Checkpoint(ABC):
             if key not in theirs:
                 raise CheckpointError(f"{where}: tensor {got.name!r} is not in the newest")
             expected = theirs[key]
-            where_in = f"{where}: tensor {got.name!r}: expected"
-            if expected.left:
-                continue
-            if got.shape != expected.shape:
-                raise CheckpointError(f"{where_in} shape {expected.shape}, got {got.shape}")
-            if got.dtype != expected.dtype:
-                raise CheckpointError(f"{where_in} dtype {expected.dtype}, got {got.dtype}")
-            if got.memory != expected.memory:
-                raise CheckpointError(f"{where_in} it {expected.memory}, got it {got.memory}")
+            for kind in ("shape", "dtype", "memory") if not expected.left else ():
+                here, there = getattr(got, kind), getattr(expected, kind)
+                if here != there:
+                    raise CheckpointError(
+                        f"{where}: tensor {got.name!r}: expected {kind} {there}, got {here}"
+                    )
 
     def compared(self) -> Mapping[Hashable, Tensor]:
         """Return the tensors that another checkpoint must have as well."""
         return self.tensors
 
-    def threads(self, most: int) -> int:
-        """Return how many threads may read it without too much memory."""
-        return most
-
-    def check_dtype(self, name: str, dtype: str) -> None:
-        """Raise unless a tensor of this dtype can be averaged, or left: integers are."""
-        if dtype not in PARTS and not dtype.startswith(("int", "uint", "bool")):
-            raise CheckpointError(
-                f"{self.path}: tensor {name!r}: {dtype} cannot be averaged, only integers and "
-                f"{', '.join(PARTS)}; remove the tensor from the checkpoints"
-            )
+    def described(self, name: str, dtype: str, shape: tuple[int, ...], elements: int) -> Tensor:
+        """Describe a tensor. Raise if it can be neither averaged nor, as integers are, left."""
+        if dtype in PARTS:
+            return Tensor.averaged(name, dtype, shape, elements)
+        if dtype.startswith(("int", "uint", "bool")):
+            return Tensor(name, dtype, shape)
+        raise CheckpointError(
+            f"{self.path}: tensor {name!r}: {dtype} cannot be averaged, only integers and "
+            f"{', '.join(PARTS)}; remove the tensor from the checkpoints"
+        )
 
 
 def stamp_of(path: Path) -> tuple[int, ...]:
     """Return values that change if a file does."""
-    found = path.stat()
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    status = path.stat()
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+@contextmanager
+def reading(problem: str) -> Iterator[None]:
+    """Raise a CheckpointError with this text if a file is damaged, which can raise anything."""
+    try:
+        yield
+    except (CheckpointError, MemoryError):
+        raise
+    except Exception as error:
+        first_line = str(error).strip().partition("\n")[0]  # torch adds a stack of C++ calls
+        raise CheckpointError(f"{problem}: {type(error).__name__}: {first_line}") from error
 
 
 def _is_complex(dtype: str) -> bool:
@@ -210,36 +199,13 @@ def _part(dtype: str) -> np.dtype[Any]:
     return part
 
 
-def read_at(path: Path, place: int, out: Piece) -> None:
-    """Fill `out` with the bytes of a file from a place on."""
+def read_at(path: Path, position: int, out: Piece) -> None:
+    """Fill `out` with the bytes of a file from a position on."""
     view = memoryview(out.data)
     with path.open("rb", buffering=0) as stream:
-        stream.seek(place)
+        stream.seek(position)
         while view:
-            got = stream.readinto(view)
-            if not got:
+            count = stream.readinto(view)
+            if not count:
                 raise CheckpointError(f"{path}: the file shrank while it was read")
-            view = view[got:]
-
-
-@contextmanager
-def flowing(stream: BinaryIO) -> Iterator[Callable[[Any], None]]:
-    """Give a function that writes to a file, while another thread syncs what was written."""
-    written = 0
-    to_disk = getattr(os, "fdatasync", os.fsync)
-    with ThreadPoolExecutor(1) as pool:
-        pending: Future[Any] = pool.submit(int)
-
-        def write(data: Any) -> None:
-            nonlocal written, pending
-            stream.write(data)
-            written += memoryview(data).nbytes
-            if written >= FLOW:
-                written = 0
-                stream.flush()
-                pending.result()
-                pending = pool.submit(to_disk, stream.fileno())
-
-        yield write
-        pending.result()
-    sync(stream)
+            view = view[count:]

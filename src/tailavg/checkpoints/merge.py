@@ -10,19 +10,16 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import islice, pairwise
 from pathlib import Path
 
 import numpy as np
 
-from tailavg.checkpoints.checkpoint import Checkpoint, Piece, Tensor
-from tailavg.checkpoints.distributed import Distributed
-from tailavg.checkpoints.folders import Folder
-from tailavg.checkpoints.safetensors import Safetensors
+from tailavg.checkpoints.checkpoint import Averages, Checkpoint, Piece, Tensor
+from tailavg.checkpoints.folders import Folder, open_file
 from tailavg.checkpoints.sums import Mean, widened
-from tailavg.checkpoints.torchfiles import TorchFile
 from tailavg.checkpoints.weights import Weighing, weights
 from tailavg.core.windows import Reals
 
@@ -32,17 +29,11 @@ SAFETENSORS = frozenset({".safetensors"})
 TORCH = frozenset({".pt", ".pth", ".ckpt", ".bin"})
 """The suffixes of files."""
 
-Span = tuple[Hashable, int, int]
-"""The key of a tensor, and where a piece of it starts and stops."""
-
 Term = tuple[Checkpoint, Sequence[float]]
 """A checkpoint, and its weight for each output."""
 
 PIECE = 2**17
 """How many numbers to add at once: enough that threads do not wait for Python's lock."""
-
-THREADS = 2
-"""The most threads: one computes while another reads. More would wait for Python's lock."""
 
 
 class Merge:
@@ -80,7 +71,7 @@ class Merge:
         newest, outputs = self.newest, list(self.weights)
         with ExitStack() as stack:
             targets = {output: stack.enter_context(newest.replacing(output)) for output in outputs}
-            pool = ThreadPoolExecutor(newest.threads(THREADS))
+            pool = ThreadPoolExecutor(newest.threads)
             stack.callback(pool.shutdown, cancel_futures=True)
             for some in [outputs] if newest.together else [[output] for output in outputs]:
                 averages = self._averages(pool, self._terms(some), progress)
@@ -98,87 +89,59 @@ class Merge:
         pool: ThreadPoolExecutor,
         terms: Sequence[Term],
         progress: Callable[[int, int], object] | None,
-    ) -> Iterator[Sequence[Piece]]:
+    ) -> Averages:
         """Compute the averages for the outputs that `terms` have weights for."""
         tensors = self.newest.tensors
-        largest = max((b - a for t in tensors.values() for a, b in _cut(t)), default=0)
+        largest = max((stop - start for _, start, stop in _pieces(tensors)), default=0)
         memory = _Memory(largest, len(terms[0][1]))
-        groups = _groups(tensors)
-
-        def size(group: Sequence[Span]) -> int:
-            return sum((stop - start) * tensors[key].part.itemsize for key, start, stop in group)
-
-        def submitted(number: int) -> list[tuple[int, Future[list[list[Piece]]]]]:
-            some = islice(groups, number)
-            return [(size(group), pool.submit(self._means, terms, group, memory)) for group in some]
-
+        submitted = (pool.submit(self._means, terms, *p, memory) for p in _pieces(tensors))
+        futures = deque(islice(submitted, 1 + self.newest.threads))
         done, total = 0, sum(t.numbers * t.part.itemsize for t in tensors.values())
-        waiting = deque(submitted(1 + self.newest.threads(THREADS)))
-        while waiting:
-            bytes_read, future = waiting.popleft()
-            means = future.result()
-            waiting.extend(submitted(1))
-            done += bytes_read
+        for key, start, stop in _pieces(tensors):
+            means = futures.popleft().result()
+            futures.extend(islice(submitted, 1))
+            done += (stop - start) * tensors[key].part.itemsize
             if progress is not None:
                 progress(done * len(terms), total * len(terms))
-            yield from means
+            yield means
 
     def _means(
-        self, terms: Sequence[Term], group: Sequence[Span], memory: _Memory
-    ) -> list[list[Piece]]:
-        """Return the averages of pieces, each for every output."""
-        with np.errstate(all="ignore"):  # two infinities may have NaN as their mean
-            return [self._mean(terms, span, memory) for span in group]
-
-    def _mean(self, terms: Sequence[Term], span: Span, memory: _Memory) -> list[Piece]:
-        key, start, stop = span
+        self, terms: Sequence[Term], key: Hashable, start: int, stop: int, memory: _Memory
+    ) -> list[Piece]:
+        """Return the average of a piece for every output."""
         tensor = self.newest.tensors[key]
         piece = memory.piece[: (stop - start) * tensor.part.itemsize]
-        for mean in memory.means:
-            mean.start()
-        for checkpoint, row in reversed(terms):
-            checkpoint.read(key, start, stop, piece)
-            numbers = widened(piece.view(tensor.part))
-            for mean, weight in zip(memory.means, row, strict=True):
-                if weight:
-                    mean.add(piece.view(tensor.part), numbers, weight)
-        return [mean.rounded(tensor.to) for mean in memory.means]
+        with np.errstate(all="ignore"):  # two infinities may have NaN as their mean
+            for checkpoint, row in reversed(terms):
+                checkpoint.read(key, start, stop, piece)
+                numbers = widened(piece.view(tensor.part))
+                for mean, weight in zip(memory.means, row, strict=True):
+                    if weight:
+                        mean.add(piece.view(tensor.part), numbers, weight)
+            return [mean.rounded(tensor.to) for mean in memory.means]
 
 
 class _Memory(threading.local):
     """What a thread uses for every piece: new memory would take as long as the sums."""
 
-    def __init__(self, room: int, outputs: int) -> None:
-        self.piece = np.empty(8 * room, np.uint8)
-        self.means = [Mean(room) for _ in range(outputs)]
+    def __init__(self, size: int, outputs: int) -> None:
+        self.piece = np.empty(8 * size, np.uint8)
+        self.means = [Mean(size) for _ in range(outputs)]
 
 
 def _opened(path: Path) -> Checkpoint:
     if (path / ".metadata").is_file():
+        from tailavg.checkpoints.distributed import Distributed  # needs torch
+
         return Distributed(path)
-    if path.is_dir():
-        return Folder(path)
-    return Safetensors(path) if path.suffix in SAFETENSORS else TorchFile(path)
+    return Folder(path) if path.is_dir() else open_file(path)
 
 
-def _cut(tensor: Tensor) -> Iterator[tuple[int, int]]:
-    """Return where the pieces of a tensor start and stop."""
-    return pairwise(tensor.cuts or (*range(0, tensor.numbers, PIECE), tensor.numbers))
-
-
-def _groups(tensors: Mapping[Hashable, Tensor]) -> Iterator[list[Span]]:
-    """Cut tensors into pieces, and put small ones together."""
-    group: list[Span] = []
-    numbers = 0
+def _pieces(tensors: Mapping[Hashable, Tensor]) -> Iterator[tuple[Hashable, int, int]]:
+    """Cut tensors into pieces: the key of a tensor, and where a piece of it starts and stops."""
     for key, tensor in tensors.items():
-        for start, stop in _cut(tensor):
-            if group and numbers + stop - start > PIECE:
-                yield group
-                group, numbers = [], 0
-            group.append((key, start, stop))
-            numbers += stop - start
-    if group:
-        yield group
+        for cut in pairwise(tensor.cuts or (*range(0, tensor.numbers, PIECE), tensor.numbers)):
+            yield key, *cut
 
 
 def average_checkpoints(

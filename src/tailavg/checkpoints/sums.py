@@ -7,28 +7,21 @@ from typing import Any
 import numpy as np
 
 from tailavg.checkpoints.checkpoint import Piece
-from tailavg.core.windows import Reals
 
 __all__ = ["Mean", "widened"]
 
 
 class Mean:
-    """The weighted mean of pieces that have one dtype. Its memory serves one after another.
+    """The weighted mean of pieces that have one dtype, of at most `size` numbers.
 
     Numbers with the same bits in all pieces keep these bits: those of a NaN, too, and a float64
-    that a sum of its parts would round to another.
-
-    Args:
-        room: The most numbers in a piece.
+    that a sum of its parts would round to another. One mean after another uses the same memory.
     """
 
-    def __init__(self, room: int) -> None:
-        self._sums, self._terms = np.empty(room), np.empty(room)
-        self._same, self._equal = np.empty(room, bool), np.empty(room, bool)
-        self._memory = np.empty(8 * room, np.uint8)
-
-    def start(self) -> None:
-        """Forget all pieces."""
+    def __init__(self, size: int) -> None:
+        self._sums, self._terms = np.empty(size), np.empty(size)
+        self._same, self._equal = np.empty(size, bool), np.empty(size, bool)
+        self._memory = np.empty(8 * size, np.uint8)
         self._first: Piece | None = None
 
     def add(self, piece: Piece, numbers: Piece, weight: float) -> None:
@@ -49,53 +42,38 @@ class Mean:
         self._same[:size] &= equal
 
     def rounded(self, dtype: np.dtype[Any]) -> Piece:
-        """Return the mean in a dtype."""
-        first = self._first
+        """Return the mean in a dtype, and start anew."""
+        first, self._first = self._first, None
         assert first is not None, "a mean of no pieces"
         sums, same = self._sums[: len(first)], self._same[: len(first)]
-        mean = np.empty(len(first), dtype)
-        if dtype == first.dtype:
-            _round(sums, mean)
-            np.copyto(_bits(mean), _bits(first), where=same)
-        else:
+        if dtype != first.dtype:
             np.copyto(sums, widened(first), where=same)
-            _round(sums, mean)
+            return _rounded(sums, dtype)
+        mean = _rounded(sums, dtype)
+        np.copyto(_bits(mean), _bits(first), where=same)
         return mean
 
 
 def widened(piece: Piece) -> Piece:
     """Return numbers in a dtype that NumPy is quick to add: their own, or float32."""
-    if piece.dtype.kind == "f":
-        return piece
-    if piece.itemsize > 1:
-        return piece.astype(np.float32)
-    every = np.arange(256, dtype=np.uint8).view(piece.dtype).astype(np.float32)
-    return every[piece.view(np.uint8)]
+    return piece if piece.dtype.kind == "f" else piece.astype(np.float32)
+
+
+def _rounded(numbers: Piece, dtype: np.dtype[Any]) -> Piece:
+    """Round float64 to a dtype, once. ml_dtypes goes through float32, which would round twice.
+
+    So float32 is rounded to odd: truncated, and made odd if that changed the number. Then it is
+    never halfway between two numbers of a coarser dtype.
+    """
+    if dtype.kind == "f":
+        return numbers.astype(dtype)
+    single = numbers.astype(np.float32)
+    inexact = (single != numbers) & np.isfinite(single)
+    bits = single.view(np.uint32)
+    bits -= inexact & (np.abs(single) > np.abs(numbers))
+    bits |= inexact
+    return single.astype(dtype)
 
 
 def _bits(piece: Piece) -> Piece:
     return piece.view(f"u{piece.itemsize}")
-
-
-def _round(numbers: Reals, out: Piece) -> None:
-    """Round float64 to another dtype, once."""
-    if out.dtype.kind == "f":
-        out[...] = numbers
-        return
-    # dtypes that NumPy lacks, by way of float32
-    single = numbers.astype(np.float32)
-    unclear: Any = slice(None)
-    if out.itemsize == 2:  # halfway between two bfloat16, or close to it
-        unclear = np.flatnonzero(single.view(np.uint32) & 0xFFFF == 0x8000)
-    _cut_to_odd(numbers, single, unclear)
-    out[...] = single
-
-
-def _cut_to_odd(numbers: Reals, single: Piece, where: Any) -> None:
-    """Cut what is not exact in float32, and make it odd: it is then no tie for a coarser dtype."""
-    some = single[where]
-    more = (some != numbers[where]) & np.isfinite(some)
-    bits = some.view(np.uint32)
-    bits -= more & (np.abs(some) > np.abs(numbers[where]))
-    bits |= more
-    single[where] = some

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tailavg.checkpoints.checkpoint import CheckpointError
+from tailavg.checkpoints.checkpoint import CheckpointError, reading
 from tailavg.core.clock import starts_at
 from tailavg.core.decay import Decay
 from tailavg.core.profile import dense_weights
@@ -54,8 +54,8 @@ def weights(rule: Weighing, files: int, steps: Sequence[int] | None = None) -> R
         if not isinstance(rule, Decay):
             raise ValueError(f"steps: expected an ExactWindow or a Decay, got {rule}")
         ages = steps[-1] - np.array([0, *steps], np.float64)
-        found: Reals = rule.of_ages(ages[1:], ages[:-1], min(steps[-1], rule.size(steps[-1])))
-        return found
+        shares: Reals = rule.of_ages(ages[1:], ages[:-1], min(steps[-1], rule.size(steps[-1])))
+        return shares
     if isinstance(rule, Decay):
         return rule.weights(files)
     return dense_weights(rule, starts_at(rule, files), files)
@@ -64,7 +64,7 @@ def weights(rule: Weighing, files: int, steps: Sequence[int] | None = None) -> R
 def steps_of(paths: Sequence[Path]) -> list[int]:
     """Return the step of each checkpoint, oldest first: the last number in its name.
 
-    If the names are the same, it is the last number in the folders that differ.
+    If several have the same name, it is the last number in the names of their folders.
 
     Examples:
         >>> steps_of([Path("run-7/checkpoint-500"), Path("run-7/checkpoint-1500")])
@@ -72,15 +72,12 @@ def steps_of(paths: Sequence[Path]) -> list[int]:
         >>> steps_of([Path("2/checkpoint-5/model.bin"), Path("2/checkpoint-10/model.bin")])
         [5, 10]
     """
-    every = [path.absolute().parts for path in paths]
+    reversed_parts = [path.absolute().with_suffix("").parts[::-1] for path in paths]
+    columns = list(zip(*reversed_parts, strict=False))
+    names = next((names for names in columns if len({*names}) == len(names)), columns[0])
     steps: list[int] = []
-    for path, parts in zip(paths, every, strict=True):
-        differ = [
-            part
-            for place, part in enumerate(parts)
-            if len(paths) == 1 or any(other[place : place + 1] != (part,) for other in every)
-        ]
-        numbers = re.findall(r"\d+", str(Path(*differ).with_suffix(""))) if differ else []
+    for path, name in zip(paths, names, strict=True):
+        numbers = re.findall(r"\d+", name)
         if not numbers:
             raise CheckpointError(f"{path}: no step in its name, as in checkpoint-500")
         steps.append(int(numbers[-1]))
@@ -96,22 +93,18 @@ def steps_of(paths: Sequence[Path]) -> list[int]:
 
 def read_weights(path: Path, files: int) -> Reals:
     """Read the weights in a JSON file: a list of one number per checkpoint, oldest first."""
-    try:
-        found = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: expected a list of numbers in JSON, got: {error}") from None
-    if not isinstance(found, list):
-        raise CheckpointError(f"{path}: expected a list of numbers, got {type(found).__name__}")
-    if len(found) != files:
+    with reading(f"{path}: expected a list of numbers in JSON"):
+        numbers = json.loads(path.read_text())
+    if not isinstance(numbers, list) or len(numbers) != files:
         raise CheckpointError(
-            f"{path}: expected {files} weights, one per checkpoint, oldest first, got {len(found)}"
+            f"{path}: expected a list of {files} numbers, one per checkpoint, oldest first"
         )
-    for weight in found:
-        if type(weight) not in (int, float) or not math.isfinite(weight):
-            raise CheckpointError(f"{path}: expected finite numbers, got {weight!r}")
-    total = math.fsum(found)
+    for number in numbers:
+        if type(number) not in (int, float) or not math.isfinite(number):
+            raise CheckpointError(f"{path}: expected finite numbers, got {number!r}")
+    total = math.fsum(numbers)
     if abs(total - 1.0) > 1e-6:
         raise CheckpointError(
             f"{path}: expected weights that sum to 1, got a sum of {total:.9g}; divide each by it"
         )
-    return np.array(found, np.float64)
+    return np.array(numbers, np.float64)

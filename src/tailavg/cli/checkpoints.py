@@ -147,8 +147,7 @@ def checkpoints(
         if not dry_run:
             _run(merge)
     except CheckpointError as error:
-        option = "" if error.argument is None else f"--{error.argument}: "
-        fail(f"{option}{error.message}\nNothing was written.")
+        fail(f"{error}\nNothing was written.")
     except OSError as error:
         fail(f"{error.filename or output}: {error.strerror or error}\nNothing was written.")
     except MemoryError:

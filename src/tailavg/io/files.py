@@ -18,7 +18,7 @@ from typing import BinaryIO
 
 try:
     import fcntl
-except ImportError:  # on Windows, where a file that is open cannot be removed
+except ImportError:  # on Windows
     fcntl = None  # type: ignore[assignment]
 
 __all__ = [
@@ -67,14 +67,11 @@ def whole_folder(
     """Make a temporary folder that is renamed to `path` when the block ends without an exception.
 
     Whoever writes a file into the folder syncs that file. An exception leaves an old folder
-    unchanged and removes the temporary one.
+    unchanged and removes the temporary one. `replaces` tells whether an old folder, which is not
+    empty, may be replaced.
 
     No system can replace a folder that is not empty by renaming another one, so an old folder is
     renamed first and removed last. `saved_folder` finds it if the process is killed in between.
-
-    Args:
-        path: The name of the folder.
-        replaces: Whether this old folder, which is not empty, may be replaced.
     """
     target = Path(os.path.realpath(path))
     if target.exists() and not (
@@ -123,20 +120,22 @@ def check_writable(path: str | os.PathLike[str]) -> None:
 def locked(path: str | os.PathLike[str]) -> Iterator[None]:
     """Hold the lock of a file: a hidden file beside it, which is removed at the end.
 
+    There are no locks on Windows.
+
     Raises:
         InUseError: If another process holds it.
     """
+    if fcntl is None:
+        yield
+        return
     target, _ = _target(path)
     lock = target.with_name(f".{_short(target)}.lock")
     file = _open_locked(lock, path)
-    while not _is_at(lock, file):  # its last holder removed it between our open and our lock
-        os.close(file)
-        file = _open_locked(lock, path)
     try:
         yield
     finally:
-        if fcntl is not None and _is_at(lock, file):
-            lock.unlink(missing_ok=True)
+        if _is_at(lock, file):  # and not one in a folder that was removed and made anew
+            lock.unlink()
         os.close(file)
 
 
@@ -147,16 +146,18 @@ def sync(file: BinaryIO) -> None:
 
 
 def _open_locked(lock: Path, path: str | os.PathLike[str]) -> int:
-    file = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        if fcntl is not None:
+    while True:
+        file = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(file)
-        raise InUseError(errno.EBUSY, "in use by another process", str(path)) from None
-    except OSError:  # a file system without locks
-        pass
-    return file
+        except BlockingIOError:
+            os.close(file)
+            raise InUseError(errno.EBUSY, "in use by another process", str(path)) from None
+        except OSError:  # a file system without locks
+            pass
+        if _is_at(lock, file):
+            return file
+        os.close(file)  # its last holder removed it between our open and our lock
 
 
 def _is_at(path: Path, file: int) -> bool:

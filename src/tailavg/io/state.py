@@ -39,8 +39,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate, pairwise
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any
 from zipfile import ZIP_STORED, ZipFile
@@ -50,31 +52,25 @@ import numpy.typing as npt
 
 from tailavg.core.rules import AnyTail, AnytimeWindow, ExactWindow, Exponential, RawTail, Rule
 from tailavg.core.windows import MOST, Fixed, Growing, shown
-from tailavg.io import folders
-from tailavg.io.files import saved_folder, whole_file
+from tailavg.io.files import saved_folder, sync, whole_file, whole_folder
+from tailavg.io.tensors import mapped, write_arrays
 
 __all__ = [
     "FORMAT",
-    "KEYED",
     "STREAM",
     "STREAM_VERSION",
-    "VERSION",
     "as_json",
     "by_name",
     "check",
     "check_keyed",
     "check_nan_policy",
     "check_steps",
-    "from_json",
     "keyed_state",
     "named",
     "nothing_yet",
     "plain",
     "read",
-    "read_file",
-    "read_folder",
     "read_keyed",
-    "read_stream",
     "rule_from",
     "state",
     "unnamed",
@@ -91,11 +87,8 @@ STREAM = "tailavg stream"
 """The format of what `tailavg stream` saves."""
 STREAM_VERSION = 3
 
-_KEYS: dict[str, Any] = {
-    "format": str,
-    "version": int,
-    "rule": Mapping,
-    "nan_policy": str,
+_HEADER: dict[str, Any] = {"format": str, "version": int, "rule": Mapping, "nan_policy": str}
+_FIELDS: dict[str, Any] = _HEADER | {
     "dtype": (str, type(None)),
     "scalar": bool,
     "count": int,
@@ -104,19 +97,8 @@ _KEYS: dict[str, Any] = {
     "folded": int,
     "partial": (int, float, complex, str, list, tuple, np.number, np.ndarray, Mapping),
 }
-_KEYED: dict[str, Any] = {
-    "format": str,
-    "version": int,
-    "rule": Mapping,
-    "nan_policy": str,
-    "keys": list,
-    "counts": list,
-    "starts": list,
-    "blocks": list,
-    "folded": list,
-    "partial": list,
-}
-_OPTIONAL: dict[str, Any] = {"calls": int}
+_ARRAYS = ("starts", "blocks", "partial")
+_LISTS = ("keys", "counts", "starts", "blocks", "folded", "partial")
 _DTYPES = {np.dtype(code).name: np.dtype(code) for code in "fdgFDG"}
 _TYPES: dict[str, Any] = {
     kind.__name__: kind
@@ -197,6 +179,12 @@ def state(
     }
 
 
+def keyed_state(rule: Rule, *, nan_policy: str, **lists: list[Any]) -> dict[str, Any]:
+    """Return the state of averages of numbers by key: lists with an entry for each key."""
+    head = {"format": KEYED, "version": VERSION, "rule": plain(rule), "nan_policy": nan_policy}
+    return head | lists
+
+
 def named(block: Any, names: Iterable[str]) -> Mapping[str, Any]:
     """Return a block, or a partial sum, as arrays by name. A single array needs no name."""
     arrays = block if isinstance(block, Mapping) else {"": block}
@@ -244,33 +232,6 @@ def unnamed(state: Mapping[str, Any]) -> dict[str, Any]:
     return {**state, "blocks": means, "partial": partial[""]}
 
 
-def check_nan_policy(state: Mapping[str, Any]) -> None:
-    """Raise a ValueError unless NaNs are to propagate, as they do in averages of models."""
-    if state["nan_policy"] != "propagate":
-        raise ValueError(
-            f"state: nan_policy: expected 'propagate', got {state['nan_policy']!r}; load it "
-            "with TailAverage"
-        )
-
-
-def check_steps(count: int, starts: Sequence[int], folded: int) -> None:
-    """Raise a ValueError unless `starts` are possible after `count` samples."""
-    if not count and not starts and not folded:
-        return
-    if not 1 <= count <= MOST:
-        raise ValueError(f"state: count: expected 0 to {MOST}, got {shown(count)}")
-    if not starts or starts[0] < 0 or any(b <= a for a, b in pairwise([*starts, count])):
-        raise ValueError(
-            f"state: sizes do not add up: expected starts that rise from 0 or more to "
-            f"below the count {count}, got {shown(starts)}"
-        )
-    if not starts[-1] <= folded <= count:
-        raise ValueError(
-            f"state: sizes do not add up: expected folded in [{starts[-1]}, {count}], "
-            f"got {shown(folded)}"
-        )
-
-
 def as_json(numbers: npt.NDArray[Any]) -> Any:
     """Return numbers as lists that JSON can hold, without rounding.
 
@@ -285,21 +246,44 @@ def as_json(numbers: npt.NDArray[Any]) -> Any:
     return numbers.tolist()
 
 
-def from_json(data: Any, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Return the numbers that `as_json` wrote.
+def _from_json(data: Any, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Return the numbers that `as_json` wrote."""
+    numbers = np.asarray(data)
+    if dtype.kind == "c" and numbers.dtype.kind != "c" and numbers.ndim and numbers.shape[-1] == 2:
+        parts = _from_json(data, dtype.type(0).real.dtype)
+        numbers = np.empty(parts.shape[:-1], dtype)
+        numbers.real, numbers.imag = parts[..., 0], parts[..., 1]
+    elif dtype.itemsize > 8 and numbers.dtype.kind == "U":
+        numbers = numbers.astype(dtype)
+    return numbers
 
-    Examples:
-        >>> from_json([[1.0, 2.0]], np.dtype(complex))
-        array([1.+2.j])
-    """
-    found = np.asarray(data)
-    if dtype.kind == "c" and found.dtype.kind != "c" and found.ndim and found.shape[-1] == 2:
-        parts = from_json(data, dtype.type(0).real.dtype)
-        found = np.empty(parts.shape[:-1], dtype)
-        found.real, found.imag = parts[..., 0], parts[..., 1]
-    elif dtype.itemsize > 8 and found.dtype.kind == "U":
-        found = found.astype(dtype)
-    return found
+
+# Checks of states from outside.
+
+
+def nothing_yet(call: str, hint: str = "") -> ValueError:
+    """Return what every framework raises for a read before the first sample."""
+    return ValueError(f"{call}: expected at least one sample before the first read, got none{hint}")
+
+
+def check_nan_policy(state: Mapping[str, Any]) -> None:
+    """Raise a ValueError unless NaNs are to propagate, as they do in averages of models."""
+    if state["nan_policy"] != "propagate":
+        raise ValueError(
+            f"state: nan_policy: expected 'propagate', got {state['nan_policy']!r}; load it "
+            "with TailAverage"
+        )
+
+
+def check_steps(count: int, starts: Sequence[int], folded: int) -> None:
+    """Raise a ValueError unless blocks may start there after `count` samples, or all is 0."""
+    rises = all(a < b for a, b in pairwise([*starts, count]))
+    fits = starts and starts[0] >= 0 and rises and starts[-1] <= folded <= count <= MOST
+    if not fits and (count or starts or folded):
+        raise ValueError(
+            f"state: sizes do not add up: blocks that start at {shown(starts)}, folded up to "
+            f"{shown(folded)}, after {shown(count)} samples (at most {MOST})"
+        )
 
 
 def check(state: Any) -> dict[str, Any]:
@@ -308,22 +292,45 @@ def check(state: Any) -> dict[str, Any]:
     Raises:
         ValueError: If it lacks the keys, types or version of this layout.
     """
-    _check_fields(state, FORMAT, _KEYS, _OPTIONAL)
-    dtype = state["dtype"]
+    _check_fields(state, FORMAT, _FIELDS, {"calls": int})
+    checked, dtype = dict(state), state["dtype"]
     if dtype is not None and dtype not in _DTYPES:
         raise ValueError(f"state: dtype: expected one of {', '.join(_DTYPES)}, got {shown(dtype)}")
     if isinstance(state["blocks"], np.ndarray) and not state["blocks"].ndim:
         raise ValueError(f"state: blocks: expected a sequence, got {state['blocks']!r}")
-    if not all(isinstance(start, int) and not isinstance(start, bool) for start in state["starts"]):
+    if not all(type(start) is int for start in state["starts"]):
         raise ValueError(f"state: starts: expected a list of ints, got {shown(state['starts'])}")
-    found = dict(state)
     if dtype is not None and state["scalar"]:
         for key in ("blocks", "partial"):
             try:
-                found[key] = from_json(state[key], _DTYPES[dtype])
+                checked[key] = _from_json(state[key], _DTYPES[dtype])
             except (ValueError, TypeError, OverflowError) as error:
                 raise ValueError(f"state: {key}: expected numbers, got: {error}") from error
-    return found
+    return checked
+
+
+def check_keyed(state: Any) -> dict[str, Any]:
+    """Return the state of averages by key. Raise a ValueError if it lacks what it should have.
+
+    Whether the steps of each key are possible is left to its clock.
+    """
+    _check_fields(state, KEYED, _HEADER | dict.fromkeys(_LISTS, list), {})
+    number = len(state["keys"])
+    for name in _LISTS[1:]:
+        entries = state[name]
+        if len(entries) != number:
+            raise ValueError(
+                f"state: {name}: expected one for each of {number} keys, got {len(entries)}"
+            )
+        if name in ("starts", "blocks"):
+            if not all(isinstance(entry, list | tuple) for entry in entries):
+                raise ValueError(f"state: {name}: expected lists, got {shown(entries)}")
+            entries = list(chain.from_iterable(entries))
+        kinds = (int, float) if name in ("blocks", "partial") else (int,)
+        if not all(type(entry) in kinds for entry in entries):
+            expected = " or ".join(kind.__name__ for kind in kinds)
+            raise ValueError(f"state: {name}: expected numbers ({expected}), got {shown(entries)}")
+    return dict(state)
 
 
 def _check_fields(
@@ -331,255 +338,216 @@ def _check_fields(
 ) -> None:
     if not isinstance(state, Mapping):
         raise ValueError(f"state: expected a dict, got {type(state).__name__}")
-    form, version = state.get("format"), state.get("version")
-    if not (isinstance(form, str) and form == expected):
-        raise ValueError(f"state: expected format {expected!r}, got {shown(form)}")
-    if not (isinstance(version, int) and version == VERSION):
-        raise ValueError(
-            f"state: expected version {VERSION}, got {shown(version)}; "
-            "read it with the version of tailavg that wrote it"
-        )
+    for key, value in ("format", expected), ("version", VERSION):
+        got = state.get(key)
+        if type(got) is not type(value) or got != value:
+            raise ValueError(
+                f"state: expected {key} {value!r}, got {shown(got)}; if another version of tailavg "
+                "saved it, read it with that version"
+            )
     if missing := [key for key in needed if key not in state]:
         raise ValueError(f"state: missing {', '.join(missing)}; was it truncated?")
-    keys = {**needed, **optional}
-    if unexpected := [str(key) for key in state if key not in keys]:
+    fields = {**needed, **optional}
+    if unexpected := [str(key) for key in state if key not in fields]:
         raise ValueError(f"state: unexpected {shown(', '.join(unexpected))}")
     for key, value in state.items():
-        kinds = keys[key]
+        kinds = fields[key]
         if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
             raise ValueError(f"state: {key}: got {shown(value)} of type {type(value).__name__}")
 
 
+# Files.
+
+
+def read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read the state in a file or a folder, or of a `tailavg stream` with one average.
+
+    Raises:
+        ValueError: If anything is missing, damaged or of another version; it names the file.
+    """
+    if saved_folder(path).is_dir():
+        return _read_folder(path)
+    with Path(path).open("rb") as file:
+        is_stream = file.read(1) == b"{"
+    if is_stream:
+        return _read_stream(path)
+    saved = _read_npz(path, _ARRAYS)
+    return check(saved | {"starts": _as_list(saved["starts"])})
+
+
 def write_file(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
     """Write a state to one .npz file, completely or not at all."""
-    state = check(state)
-    arrays = {key: np.asarray(state[key]) for key in ("starts", "blocks", "partial")}
-    header = {key: value for key, value in state.items() if key not in arrays}
-    _write_npz(path, header, arrays)
+    _write_npz(path, check(state), _ARRAYS)
 
 
-def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read the state in a file that `write_file` wrote. Nothing is unpickled."""
-    header, found = _read_npz(path, "starts", "blocks", "partial")
-    return check(header | found | {"starts": found["starts"].tolist()})
+def write_keyed(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
+    """Write the state of averages by key to one .npz file, completely or not at all."""
+    saved = check_keyed(state)
+    keys = json.dumps(state["keys"], default=lambda key: key.item())  # NumPy's numbers
+    saved["keys"] = np.frombuffer(keys.encode(), np.uint8)
+    saved["held"] = [len(starts) for starts in state["starts"]]
+    for name in ("starts", "blocks"):
+        saved[name] = list(chain.from_iterable(state[name]))
+    _write_npz(path, saved, (*_LISTS, "held"))
+
+
+def read_keyed(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read the state in a file that `write_keyed` wrote. Nothing is unpickled."""
+    saved = _read_npz(path, (*_LISTS, "held"))
+    with _reading(path):
+        keys = json.loads(saved["keys"].tobytes())
+        saved |= {name: _as_list(saved[name]) for name in (*_LISTS[1:], "held")}
+        ends = [0, *accumulate(saved.pop("held"))]
+        for name in ("starts", "blocks"):
+            if len(saved[name]) != ends[-1]:
+                raise ValueError(f"{ends[-1]} blocks, but {len(saved[name])} {name}")
+            saved[name] = [saved[name][start:end] for start, end in pairwise(ends)]
+    return check_keyed(saved | {"keys": keys})
 
 
 def _write_npz(
-    path: str | os.PathLike[str], header: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]
+    path: str | os.PathLike[str], state: Mapping[str, Any], names: Sequence[str]
 ) -> None:
-    """Write arrays, and a header as JSON, to one .npz file, completely or not at all."""
+    """Write some fields as arrays, and the others as JSON, in a text called `header`."""
+    arrays = {name: np.asarray(state[name]) for name in names}
     if objects := [name for name, array in arrays.items() if array.dtype.hasobject]:
         raise ValueError(f"state: {', '.join(objects)}: expected numbers, got objects")
+    header = json.dumps({name: value for name, value in state.items() if name not in arrays})
+    members: dict[str, Any] = {"header": np.asarray(header), **arrays}
     with whole_file(path) as file:
-        members: dict[str, Any] = {"header": np.asarray(json.dumps(header)), **arrays}
         np.savez(file, **members)
 
 
-def _read_npz(
-    path: str | os.PathLike[str], *names: str
-) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
-    """Read the header and the arrays in a file that `_write_npz` wrote."""
-    with Path(path).open("rb") as stream:
-        try:
-            with ZipFile(stream) as members:  # a small compressed file could fill the memory
-                if any(member.compress_type != ZIP_STORED for member in members.infolist()):
-                    raise ValueError("compressed arrays")
-            with np.load(stream, allow_pickle=False) as file:
-                header, arrays = file["header"], {name: file[name] for name in names}
-            if not (header.dtype.kind == "U" and header.ndim == 0):
-                raise ValueError("a header that is not text")
-            starts = arrays["starts"]
-            if starts.ndim != 1 or (len(starts) and starts.dtype.kind != "i"):
-                raise ValueError(f"starts of {starts.dtype} and shape {starts.shape}")
-            return {**json.loads(str(header))}, arrays
-        except Exception as error:  # a damaged file fails in as many ways as there are
-            raise ValueError(f"{path}: expected a file saved by tailavg, got: {error}") from error
+def _read_npz(path: str | os.PathLike[str], names: Sequence[str]) -> dict[str, Any]:
+    """Read the fields in a file that `_write_npz` wrote."""
+    with Path(path).open("rb") as stream, _reading(path):
+        with ZipFile(stream) as members:  # a small compressed file could fill the memory
+            if any(member.compress_type != ZIP_STORED for member in members.infolist()):
+                raise ValueError("compressed arrays")
+        with np.load(stream, allow_pickle=False) as file:
+            arrays = {name: np.asarray(file[name]) for name in names}  # or bytes
+            return {**json.loads(str(file["header"])), **arrays}
+
+
+def _as_list(array: npt.NDArray[Any]) -> Any:
+    """Return the numbers of an array. In lists, a small file of other arrays could fill memory."""
+    if array.ndim != 1 or array.dtype.kind not in "if":
+        raise ValueError(f"state: expected numbers, got {array.dtype} of shape {array.shape}")
+    return array.tolist()
+
+
+def _read_stream(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read the average that `tailavg stream --state` saved, if it is one."""
+    with Path(path).open("rb") as file, _reading(path):
+        saved = json.loads(file.readline())
+        if (saved["format"], saved["version"]) != (STREAM, STREAM_VERSION):
+            raise ValueError(f"format {saved['format']!r}, version {saved['version']!r}")
+        options = saved["options"]
+        if options["by"] is None and len(options["averages"]) == 1:
+            entries = list(map(json.loads, file))
+            if len(entries) != saved["keys"]:
+                raise ValueError(f"{len(entries)} averages instead of {saved['keys']}")
+            fields: Any = {"count": 0, "starts": [], "blocks": [], "folded": 0, "partial": 0.0}
+            for _, (average,) in entries:
+                fields = average
+            rule, dtype = rule_from(options["rule"][0]), "float64" if entries else None
+            return check(state(rule, dtype=dtype, scalar=True, **fields))
+    raise ValueError(
+        f"{path}: expected a state of tailavg stream with one average, got one with "
+        f"{shown(options['averages'])} by {shown(options['by'])}; resume it with tailavg stream "
+        "--state"
+    )
+
+
+@contextmanager
+def _reading(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Raise a ValueError that names the file if it is damaged, which can raise anything."""
+    try:
+        yield
+    except Exception as error:
+        message = f"{type(error).__name__}: {str(error)[:300]}"
+        raise ValueError(f"{path}: expected a file saved by tailavg, got: {message}") from error
+
+
+# A folder of safetensors files: see docs/state.md.
+
+_STATE, _OPEN = "state.json", "open.safetensors"
+_BLOCK = re.compile(r"block-\d+-\d+\.safetensors")
 
 
 def write_folder(
     path: str | os.PathLike[str],
     state: Mapping[str, Any],
-    array: Callable[[Any], npt.NDArray[Any]] = np.asarray,
+    as_array: Callable[[Any], npt.NDArray[Any]] = np.asarray,
     written: Mapping[int, Path] | None = None,
 ) -> None:
     """Write a state of arrays by name to a folder, completely or not at all.
 
+    A closed block never changes, so folders on one file system can share its file by links.
+
     Args:
         path: The folder. A folder that holds a state, and nothing else, is replaced.
         state: The state.
-        array: Converts what the state holds, such as tensors, to arrays.
-        written: Files of closed blocks that exist already, by the place of the block.
+        as_array: Converts what the state holds, such as tensors, to arrays.
+        written: Files of closed blocks that exist already, by the index of the block.
     """
-    folders.write(path, check(state), array, written or {})
+    state, written = check(state), written or {}
+    starts, blocks = state["starts"], state["blocks"]
+    arrays = {f"sum.{name}": value for name, value in state["partial"].items()}
+    if starts and state["folded"] > starts[-1]:
+        arrays |= {f"mean.{name}": value for name, value in blocks[len(starts) - 1].items()}
+    others = {key: value for key, value in state.items() if key not in ("blocks", "partial")}
+    with whole_folder(path, _holds_state) as folder:
+        for i, name in enumerate(_block_files(starts)):
+            if i not in written or not _linked(written[i], folder / name):
+                write_arrays(folder / name, blocks[i], as_array)
+        write_arrays(folder / _OPEN, arrays, as_array)
+        with (folder / _STATE).open("xb") as file:
+            file.write(json.dumps(others, indent=1).encode())
+            sync(file)
 
 
-def read_folder(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read the state in a folder that `write_folder` wrote. Arrays are read on access.
-
-    Raises:
-        ValueError: If anything is missing, damaged or of another version; it names the file.
-    """
-    return check(folders.read(path, check))
-
-
-def read_stream(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The state of the one average that `tailavg stream --state` saved, if it is one.
-
-    Raises:
-        ValueError: If there are several, or the file is damaged.
-    """
+def _read_folder(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read the state in a folder that `write_folder` wrote. Arrays are read on access."""
+    folder = saved_folder(path)
     try:
-        with Path(path).open("rb") as file:
-            saved = json.loads(file.readline())
-            if (saved["format"], saved["version"]) != (STREAM, STREAM_VERSION):
-                raise ValueError(f"format {saved['format']!r}, version {saved['version']!r}")
-            options, own = saved["options"], dict[str, Any]()
-            several = _several(options)
-            if not several:
-                own = {key: one[0] for key, one in map(json.loads, file)}
-                if len(own) != saved["keys"]:
-                    raise ValueError(f"{len(own)} averages instead of {saved['keys']}")
-        if not several:
-            found = own.get(
-                "", {"count": 0, "starts": [], "blocks": [], "folded": 0, "partial": 0.0}
-            )
-            rule = rule_from(options["rule"][0])
-            fields = {
-                name: found[name] for name in ("count", "starts", "blocks", "folded", "partial")
-            }
-            return check(state(rule, dtype="float64" if own else None, scalar=True, **fields))
-    except OSError:
-        raise
-    except Exception as error:  # a damaged file fails in as many ways as there are
+        text = (folder / _STATE).read_bytes()
+        with _reading(folder / _STATE):
+            state = {**json.loads(text)}
+        starts = check({**state, "blocks": [], "partial": {}})["starts"]
+        blocks = [mapped(folder / name) for name in _block_files(starts)]
+        arrays = mapped(folder / _OPEN)
+    except FileNotFoundError as error:
         raise ValueError(
-            f"{path}: expected a file saved by tailavg, got: {repr(error)[:300]}"
+            f"{path}: expected a folder saved by tailavg, got one without {error.filename}"
         ) from error
-    raise ValueError(
-        f"{path}: expected a state of tailavg stream with one average, got one with {several}; "
-        "resume it with tailavg stream --state"
+    partial, mean = (
+        {name.removeprefix(kind): array for name, array in arrays.items() if name.startswith(kind)}
+        for kind in ("sum.", "mean.")
     )
+    if starts:
+        blocks.append(mean or {name: np.zeros_like(array) for name, array in partial.items()})
+    return check({**state, "blocks": blocks, "partial": partial})
 
 
-def _several(options: Mapping[str, Any]) -> str:
-    """What a stream with these options has more than one average for; "" if it has one."""
-    found = []
-    if options["by"] is not None:
-        found.append(f"averages by {shown(options['by'])}")
-    if len(options["columns"]) > 1:
-        found.append(f"the columns {shown(options['columns'])}")
-    if len(options["averages"]) > len(options["columns"]):
-        found.append(f"several windows, {shown(options['averages'])}")
-    return " and ".join(found)
+def _holds_state(folder: Path) -> bool:
+    """Whether a folder holds a state, and nothing else."""
+    names = {file.name for file in folder.iterdir()} - {_STATE, _OPEN}
+    is_complete = (folder / _STATE).is_file() and (folder / _OPEN).is_file()
+    return is_complete and all(_BLOCK.fullmatch(name) for name in names)
 
 
-def read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read the state in a file or a folder, or of a `tailavg stream` with one average."""
-    if saved_folder(path).is_dir():
-        return read_folder(path)
-    with Path(path).open("rb") as file:
-        lines = file.read(1) == b"{"
-    return read_stream(path) if lines else read_file(path)
+def _block_files(starts: Sequence[int]) -> list[str]:
+    """Return the names of the files of closed blocks."""
+    return [f"block-{start}-{end}.safetensors" for start, end in pairwise(starts)]
 
 
-def nothing_yet(call: str, hint: str = "") -> ValueError:
-    """Return what every framework raises for a read before the first sample."""
-    return ValueError(f"{call}: expected at least one sample before the first read, got none{hint}")
-
-
-def keyed_state(
-    rule: Rule,
-    *,
-    nan_policy: str,
-    keys: list[Any],
-    counts: list[int],
-    starts: list[list[int]],
-    blocks: list[list[float]],
-    folded: list[int],
-    partial: list[float],
-) -> dict[str, Any]:
-    """The state of averages of numbers by key: lists with an entry for each key."""
-    return {
-        "format": KEYED,
-        "version": VERSION,
-        "rule": plain(rule),
-        "nan_policy": nan_policy,
-        "keys": keys,
-        "counts": counts,
-        "starts": starts,
-        "blocks": blocks,
-        "folded": folded,
-        "partial": partial,
-    }
-
-
-def check_keyed(state: Any) -> dict[str, Any]:
-    """The state of averages by key, if it has the keys, types and version; or raise a ValueError.
-
-    Whether the steps of each key are possible is left to its clock.
-    """
-    _check_fields(state, KEYED, _KEYED, {})
-    number = len(state["keys"])
-    for name in ("counts", "starts", "blocks", "folded", "partial"):
-        if len(state[name]) != number:
-            raise ValueError(
-                f"state: {name}: expected one for each of {number} keys, got {len(state[name])}"
-            )
-    lists = state["starts"], state["blocks"]
-    if not all(isinstance(entry, list | tuple) for found in lists for entry in found):
-        raise ValueError("state: expected lists of starts and of blocks, got others")
-    flat_starts = [start for found in state["starts"] for start in found]
-    for name, entries in (
-        ("counts", state["counts"]),
-        ("folded", state["folded"]),
-        ("starts", flat_starts),
-    ):
-        if not all(type(entry) is int for entry in entries):
-            raise ValueError(f"state: {name}: expected ints, got {shown(entries)}")
-    flat_blocks = [mean for found in state["blocks"] for mean in found]
-    for name, entries in (("partial", state["partial"]), ("blocks", flat_blocks)):
-        if not all(type(entry) in (float, int) for entry in entries):
-            raise ValueError(f"state: {name}: expected numbers, got {shown(entries)}")
-    return dict(state)
-
-
-def write_keyed(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
-    """Write the state of averages by key to one .npz file, whole or not at all.
-
-    What has an entry for each key becomes an array; the keys are JSON, as bytes.
-    """
-    state = check_keyed(state)
-    arrays = {name: np.array(state[name], np.int64) for name in ("counts", "folded")}
-    keys = json.dumps(state["keys"], default=lambda key: key.item())  # NumPy's numbers
-    arrays["keys"] = np.frombuffer(keys.encode(), np.uint8)
-    arrays["partial"] = np.array(state["partial"], np.float64)
-    arrays["held"] = np.array([len(starts) for starts in state["starts"]], np.int64)
-    arrays["starts"] = np.array([x for found in state["starts"] for x in found], np.int64)
-    arrays["blocks"] = np.array([x for found in state["blocks"] for x in found], np.float64)
-    header = {name: value for name, value in state.items() if name not in arrays}
-    _write_npz(path, header, arrays)
-
-
-def read_keyed(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The state in a file that `write_keyed` wrote. Nothing is unpickled."""
-    header, found = _read_npz(
-        path, "keys", "counts", "held", "starts", "blocks", "folded", "partial"
-    )
-    kinds = {"keys": np.uint8, "blocks": np.float64, "partial": np.float64}
-    for name, array in found.items():
-        if array.ndim != 1 or array.dtype != kinds.get(name, np.int64):
-            raise ValueError(f"{path}: {name}: got {array.dtype} of shape {array.shape}")
-    held = found.pop("held").tolist()
-    ends = [0, *accumulate(held)]
-    if any(number < 0 for number in held) or {ends[-1]} != {
-        len(found["starts"]),
-        len(found["blocks"]),
-    }:
-        raise ValueError(f"{path}: sizes do not add up: {ends[-1]} blocks, got others")
+def _linked(source: Path, path: Path) -> bool:
+    """Link a file to a second name. Return False where links are not possible."""
     try:
-        keys = json.loads(found.pop("keys").tobytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: keys: expected JSON, got: {error}") from error
-    lists: dict[str, Any] = {name: array.tolist() for name, array in found.items()}
-    for name in ("starts", "blocks"):
-        lists[name] = [lists[name][a:b] for a, b in pairwise(ends)]
-    return check_keyed({**header, "keys": keys, **lists})
+        os.link(source, path)
+    except OSError:
+        return False
+    with path.open("rb") as file:
+        sync(file)
+    return True

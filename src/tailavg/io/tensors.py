@@ -1,8 +1,7 @@
 """The safetensors format: the length of a header, the header in JSON, the tensors side by side.
 
-States of many arrays are written in it, since other tools can read it. The format's own library
-cannot write a file that is mapped, linked and never written to again, tensor by tensor, and it is
-not installed with NumPy alone.
+The `safetensors` package writes a file all at once and aligns it to 8 bytes. Blocks on disk, and
+large checkpoints, are written a piece at a time into files that can be mapped.
 """
 
 from __future__ import annotations
@@ -87,9 +86,7 @@ def header(
 
 
 def write_arrays(
-    path: Path,
-    arrays: Mapping[str, Any],
-    as_array: Callable[[Any], npt.NDArray[Any]] = np.asarray,
+    path: Path, arrays: Mapping[str, Any], as_array: Callable[[Any], npt.NDArray[Any]] = np.asarray
 ) -> None:
     """Write arrays, or what `as_array` makes arrays of, to a new file, one by one."""
     entries = []
