@@ -13,8 +13,8 @@ from torch.nn import Module
 
 from tailavg.core.rules import AnyTail, Rule, as_rule
 from tailavg.core.windows import AnyWindow
-from tailavg.torch.accumulators import Accumulators
-from tailavg.torch.storage import MemoryStorage, Offload
+from tailavg.torch.accumulators import Accumulators, Offload
+from tailavg.torch.storage import MemoryStorage
 from tailavg.torch.swap import SavedWeights
 from tailavg.torch.tracking import Buffers, Tracking, is_sharded, outside_autograd, unwrap
 from tailavg.torch.updates import CountedUpdates

@@ -18,9 +18,8 @@ from tailavg.core.decay import Reading
 from tailavg.core.rules import AnyTail, Rule, as_rule
 from tailavg.core.windows import AnyWindow
 from tailavg.io.state import read, write_folder
-from tailavg.torch.accumulators import Accumulators
+from tailavg.torch.accumulators import Accumulators, Offload
 from tailavg.torch.export import write_safetensors
-from tailavg.torch.storage import Offload
 from tailavg.torch.swap import SavedWeights
 from tailavg.torch.tracking import (
     Buffers,
