@@ -126,7 +126,6 @@ class AveragedModel(CountedUpdates, Module):
         self._target = Tracking(module, **self._options)
         self._accumulators = Accumulators(rule, self._target.locals, torch.float32, device, offload)
         self._source: Tracking | None = None
-        self._path: list[str] = []  # to the source, inside of wrappers
         self._shown = 0  # the count at which the module got the average
         self._not_averaged: dict[str, Tensor] = {}  # values to copy into the module then
         self.module = module
@@ -142,7 +141,7 @@ class AveragedModel(CountedUpdates, Module):
         if self._skips_call():
             return
         source = self._source
-        if source is None or source.module is not self._inside(model) or not source.is_current():
+        if source is None or source.module is not unwrap(model) or not source.is_current():
             source = self._bind(model)
         copied = self._copied(source)
 
@@ -155,20 +154,7 @@ class AveragedModel(CountedUpdates, Module):
     def _bind(self, model: Module) -> Tracking:
         """Take samples from this model from now on."""
         self._target.refresh(self._move)
-        path: list[str] = []
-        inside = unwrap(model)
-        refusal: ValueError | None = None
-        while True:
-            try:
-                source = self._target.of(inside, self._options)
-                break
-            except ValueError as error:
-                refusal = refusal or error
-                name, part = _wrapped(inside)
-                if part is None:
-                    raise refusal from None
-                path.append(name)
-                inside = unwrap(part)
+        source = self._target.of(model, self._options)
         if source.apart:
             alias, name, _ = source.apart[0]
             raise ValueError(
@@ -177,17 +163,8 @@ class AveragedModel(CountedUpdates, Module):
             )
         self._source = None  # until all tensors are bound
         self._accumulators.bind(source.locals)
-        self._path = path
         self._source = source
         return source
-
-    def _inside(self, model: Module) -> Module | None:
-        """What the path leads to in a model."""
-        inside: Module | None = unwrap(model)
-        for name in self._path:
-            part = None if inside is None else inside._modules.get(name)
-            inside = None if part is None else unwrap(part)
-        return inside
 
     def _copied(self, tracking: Tracking) -> dict[str, Tensor]:
         """The tensors that follow the model and are not averaged."""
@@ -342,11 +319,3 @@ def _by_name(args: tuple[Any, ...], options: Mapping[str, Any]) -> dict[str, Any
             "class is rule=1.0"
         )
     return given
-
-
-def _wrapped(module: Module) -> tuple[str, Module | None]:
-    """The only part of a module that has tensors, and its name; None if there is no such part."""
-    names = {name.partition(".")[0] for name, _ in module.named_parameters()}
-    names |= {name.partition(".")[0] for name, _ in module.named_buffers()}
-    name = names.pop() if len(names) == 1 else ""
-    return name, module._modules.get(name)

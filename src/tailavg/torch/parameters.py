@@ -367,15 +367,11 @@ class ParameterAverage(CountedUpdates):
             for name, tensor in tracking.locals.items()
         }
         self._accumulators.write(terms, averages, tracking.frozen())
-        made = {
-            id(tensor): sharded_like(averages[name], tensor)
-            for name, tensor in tracking.averaged.items()
-        }
-        for name, twin in tracking.twins:
-            if name in tracking.averaged:
-                made[id(twin)] = made[id(tracking.averaged[name])]
-        others = [*(tracking.parameters | tracking.buffers).values()]
-        known = {id(tensor) for tensor in (*others, *(twin for _, twin in tracking.twins))}
+        made: dict[int, Tensor] = {}
+        for name, tensor in tracking.averaged.items():
+            average = sharded_like(averages[name], tensor)
+            made |= {id(twin): average for twin in tracking.objects[name]}
+        known = {id(tensor) for twins in tracking.objects.values() for tensor in twins}
         state = tracking.state_dict()
         for key, value in state.items():
             if not isinstance(value, Tensor):

@@ -33,10 +33,11 @@ class SavedWeights:
         storage: MemoryStorage | FolderStorage,
     ) -> None:
         self._tracking = tracking
-        self._slots = [(slots, dict(slots)) for slots in tracking.slots()]
+        self._slots = [(slots, dict(slots)) for slots in tracking.slots if slots]
         memory = {name: local(tensor).detach() for name, tensor in tensors.items()}
-        twins = [(name, twin) for name, twin in tracking.twins if name in tensors]
-        self._tensors = [(tensor, memory[name]) for name, tensor in (*tensors.items(), *twins)]
+        self._tensors = [
+            (tensor, memory[name]) for name in memory for tensor in tracking.objects[name]
+        ]
         self._memory = list(memory.values())
         self._copies = storage.copies(self._memory)
 
