@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +21,6 @@ from tailavg.torch.updates import CountedUpdates
 
 __all__ = ["AveragedModel"]
 
-Device = torch.device | str | int | None
-
 
 class AveragedModel(CountedUpdates, Module):
     """A drop-in for `torch.optim.swa_utils.AveragedModel`: a copy of a model with tail averages.
@@ -35,13 +33,13 @@ class AveragedModel(CountedUpdates, Module):
     Args:
         model: The model to copy. Sharded models cannot be copied: use `ParameterAverage`.
         rule: A number, a window or a rule with a window, as in `ParameterAverage`.
-        device: Where to keep the copy and the accumulators; by default with the model. In second
-            place, as in torch, it must be a string or a `torch.device`: an int there is a rule.
+        device: Where to keep the copy and the accumulators; by default with the model.
         use_buffers: Torch's name for `buffers="average"`, and if False, for not doing so.
         buffers: `"copy"`: the copy has the buffers of the model at the last update; `"average"`:
             floating point buffers are averaged as well; `"skip"`: it keeps those that it has.
         update_every: Count only every n-th call of `update_parameters`.
         offload: Where to keep all of the average but its sum, as in `ParameterAverage`.
+        avg_fn, multi_avg_fn: Torch's functions, which the rule replaces: an error says by which.
 
     Examples:
         >>> model = torch.nn.Linear(1, 1, bias=False)
@@ -57,47 +55,28 @@ class AveragedModel(CountedUpdates, Module):
     module: Module
     _update_call = "update_parameters(model) after each step"
 
-    @overload
-    def __init__(
-        self,
-        model: Module,
-        rule: AnyWindow | Rule,
-        device: Device = None,
-        use_buffers: bool | None = None,
-        *,
-        buffers: Buffers | None = None,
-        update_every: int = 1,
-        offload: Offload = None,
-    ) -> None: ...
-
-    @overload
-    def __init__(
-        self,
-        model: Module,
-        device: torch.device | str | None,
-        *,
-        rule: AnyWindow | Rule,
-        use_buffers: bool | None = None,
-        buffers: Buffers | None = None,
-        update_every: int = 1,
-        offload: Offload = None,
-    ) -> None: ...
-
-    def __init__(self, model: Module, *args: Any, **options: Any) -> None:
-        super().__init__()
-        self._set_up(model, **_by_name(args, options))
-
     @outside_autograd
-    def _set_up(
+    def __init__(
         self,
         model: Module,
-        rule: AnyWindow | Rule,
-        device: Device = None,
+        rule: AnyWindow | Rule | None = None,
+        device: torch.device | str | int | None = None,
         use_buffers: bool | None = None,
+        *,
         buffers: Buffers | None = None,
         update_every: int = 1,
         offload: Offload = None,
+        avg_fn: None = None,
+        multi_avg_fn: None = None,
     ) -> None:
+        super().__init__()
+        if rule is None or avg_fn is not None or multi_avg_fn is not None:
+            raise TypeError(
+                "AveragedModel needs a rule in place of torch's functions, as in "
+                "AveragedModel(model, 0.25): for get_ema_avg_fn(decay), rule=Exponential(k) with "
+                "k = (1 + decay) / (1 - decay), so Exponential(1999) for 0.999; for the equal "
+                "average of get_swa_avg_fn(), rule=1.0"
+            )
         rule = as_rule(rule)
         if isinstance(rule, AnyTail):
             raise TypeError(
@@ -247,26 +226,20 @@ class AveragedModel(CountedUpdates, Module):
         if self._accumulators.whole:
             self._catch_up()  # so that all that may have to be put back is in the module
         self._target.refresh()
-        accumulators, target = self._accumulators, self._target
-        resume = accumulators.loaded(state_dict["_extra_state"], target)
+        resume = self._accumulators.loaded(state_dict["_extra_state"], self._target)
         weights = OrderedDict(state_dict)
         weights["_extra_state"] = None  # later
         if "n_averaged" in weights:
             weights["n_averaged"] = self.n_averaged.clone()
         if hasattr(state_dict, "_metadata"):  # the versions of modules
             weights._metadata = state_dict._metadata  # type: ignore[attr-defined]
-        tensors = target.averaged | target.parameters | target.buffers
-        saved = SavedWeights(target, tensors, MemoryStorage(None))
-        whole, accumulators.whole = accumulators.whole, False
-        loaded = False
+        saved = SavedWeights(self._target, self._target.tensors, MemoryStorage(None))
         try:
             keys = super().load_state_dict(weights, strict, assign)
-            target.refresh()
-            loaded, accumulators.whole = True, whole
-            resume()  # which says by itself whether it left all as it was
+            self._target.refresh()
+            resume()
         except BaseException:
             saved.restore()
-            accumulators.whole = accumulators.whole if loaded else whole
             raise
         self._shown = self.count
         self.n_averaged.fill_(self.count)
@@ -292,30 +265,3 @@ class AveragedModel(CountedUpdates, Module):
         """Leave the model of the last update out of copies and pickles."""
         self._catch_up()
         return self.__dict__ | {"_source": None}
-
-
-def _by_name(args: tuple[Any, ...], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of an averaged model, in its own order or in torch's."""
-    as_torch = bool(args) and (args[0] is None or isinstance(args[0], str | torch.device))
-    names = ["device", "avg_fn", "multi_avg_fn"] if as_torch else ["rule", "device"]
-    names.append("use_buffers")
-    given = dict(zip(names, args, strict=False))
-    if len(args) > len(names):
-        raise TypeError(f"expected at most model, {', '.join(names)} by position, got more")
-    if twice := [name for name in given if name in options]:
-        raise TypeError(f"{twice[0]}: given by position and by name; a device index needs device=…")
-    given |= options
-    for name in ("avg_fn", "multi_avg_fn"):
-        if given.pop(name, None) is not None:
-            raise TypeError(
-                f"{name}: pass a rule instead: for get_ema_{name}(decay), rule=Exponential(k) with "
-                "k = (1 + decay) / (1 - decay), so Exponential(1999) for 0.999; for the equal "
-                "average of get_swa_avg_fn(), rule=1.0"
-            )
-    if given.get("rule") is None:
-        raise TypeError(
-            "rule: expected a number, a window or a rule, as in AveragedModel(model, 0.25) or "
-            "AveragedModel(model, device, rule=0.25), got none; the equal average of torch's "
-            "class is rule=1.0"
-        )
-    return given
