@@ -25,7 +25,7 @@ from tailavg.torch.folder import FileBlock, FolderStorage
 from tailavg.torch.storage import Layout, MemoryBlock, MemoryStorage, Slice
 from tailavg.torch.tracking import Tracking, check_names, local, sharded_like
 
-__all__ = ["Accumulators", "Offload"]
+__all__ = ["Accumulators", "Offload", "Terms"]
 
 Block = MemoryBlock | FileBlock
 Offload = str | os.PathLike[str] | None
