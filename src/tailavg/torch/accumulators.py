@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tailavg.core.clock import SUM, Store, clock_for
+from tailavg.core.clock import SUM, Clock, Store, clock_for
 from tailavg.core.rules import ExactWindow, Rule
 from tailavg.core.windows import positive_int
 from tailavg.io import state as states
@@ -198,7 +198,7 @@ class Accumulators(Store):
         """The blocks that have samples, oldest first."""
         return self._blocks[len(self._blocks) - len(self.clock.starts) :]
 
-    def state_dict(self, like: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
+    def state_dict(self, like: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return the state in the layout of `tailavg.io.state`, with tensors sharded like `like`.
 
         Its tensors are views, not copies.
@@ -206,9 +206,7 @@ class Accumulators(Store):
         self.require_whole()
 
         def sharded(views: dict[str, Tensor]) -> dict[str, Tensor]:
-            return (
-                views if like is None else {n: sharded_like(v, like[n]) for n, v in views.items()}
-            )
+            return {name: sharded_like(view, like[name]) for name, view in views.items()}
 
         used = self._used
         unused = self._blocks[: len(self._blocks) - len(used)]  # so that shapes stay the same
@@ -230,7 +228,7 @@ class Accumulators(Store):
         """Check a state of these tensors, or of a single tensor without a name.
 
         Returns:
-            What resumes from it.
+            A function that resumes from the state.
         """
         state = states.check(state)
         states.check_nan_policy(state)
@@ -247,12 +245,10 @@ class Accumulators(Store):
                 f"state: sizes do not add up: {number} starts, {len(state['blocks'])} blocks"
             )
         sums = self._sums()
-        partial: Mapping[str, Tensor]
-        if not isinstance(state["partial"], Mapping) and not state["count"]:
-            # an average without samples knows no shape
-            partial = {name: torch.zeros((), device="cpu") for name in sums}
-        else:
+        if state["count"] or isinstance(state["partial"], Mapping):
             partial = _checked("state: partial", state["partial"], sums, tracking)
+        else:  # an average without samples knows no shape
+            partial = {name: torch.zeros((), device="cpu") for name in sums}
         means = [
             _checked(f"state: block {i}", block, sums, tracking)
             for i, block in enumerate(state["blocks"][:number])
@@ -262,17 +258,16 @@ class Accumulators(Store):
         clock = clock_for(self.clock.rule)
         clock.restore(state["count"], state["starts"], state["folded"])
 
-        def resume() -> None:
-            self._fill(means)
-            for name, view in sums.items():
-                view.copy_(partial[name])
-            self.clock, self.calls = clock, calls
-            self.whole = True
+        return lambda: self._fill(clock, calls, means, partial)
 
-        return resume
-
-    def _fill(self, means: Sequence[Mapping[str, Tensor]]) -> None:
-        """Write these means into the newest blocks, and clear the others."""
+    def _fill(
+        self,
+        clock: Clock,
+        calls: int,
+        means: Sequence[Mapping[str, Tensor]],
+        sums: Mapping[str, Tensor],
+    ) -> None:
+        """Take over a state: its means are those of the newest blocks."""
         unused = len(self._blocks) - len(means)
         with ExitStack() as stack:
             rewritten = [block.rewritten() for block in self._blocks[unused:]]
@@ -286,6 +281,10 @@ class Accumulators(Store):
             self._replace(i, block)
         for block in self._blocks[:unused]:
             block.clear()
+        for name, view in self._sums().items():
+            view.copy_(sums[name])
+        self.clock, self.calls = clock, calls
+        self.whole = True
 
     def to(
         self,
@@ -293,19 +292,15 @@ class Accumulators(Store):
         tensors: Mapping[str, Tensor],
         dtype: torch.dtype | None = None,
     ) -> Accumulators:
-        """The same average on a device, and in another dtype if one is given.
+        """Return the same average on a device, and in another dtype if one is given.
 
-        None stands for the device of the tensors.
+        None stands for the device of the tensors. Files go to the new average.
         """
         self.require_whole()
         offload = self.storage if isinstance(self.storage, FolderStorage) else self._offload
         moved = Accumulators(self.clock.rule, tensors, dtype or self.dtype, device, offload)
-        moved.clock, moved.calls = self.clock, self.calls
-        moved._fill([self._views(block.flats()) for block in self._used])
-        sums = self._sums()
-        for name, view in moved._sums().items():
-            view.copy_(sums[name])
-        moved.whole = True
+        means = [self._views(block.flats()) for block in self._used]
+        moved._fill(self.clock, self.calls, means, self._sums())
         if isinstance(self.storage, FolderStorage):
             self.whole = False
             for block in self._blocks:
@@ -484,16 +479,12 @@ def _joined(
 
 
 def _tensor(what: str, value: Any) -> Tensor:
-    if isinstance(value, Tensor):
-        return value
-    try:
-        if not isinstance(value, np.ndarray | np.generic | list | tuple | int | float | complex):
-            raise TypeError("not a tensor")  # np.asarray would fill memory with a long range
-        array = np.asarray(value)
-        usable = array.flags.writeable and array.flags.aligned  # as torch requires
-        return torch.from_numpy(array if usable else array.copy())
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{what}: expected a tensor, got {type(value).__name__}") from error
+    if isinstance(value, np.ndarray | np.generic):
+        with suppress(TypeError):  # such as dates
+            value = torch.from_numpy(np.require(value, requirements=("ALIGNED", "WRITEABLE")))
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{what}: expected a tensor, got {type(value).__name__}")
+    return value
 
 
 def _checked(

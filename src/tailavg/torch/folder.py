@@ -82,18 +82,16 @@ class FolderStorage:
                 "a fork of that process may read them, but not update the average"
             )
         path = self.path / f"{kind}-{secrets.token_hex(8)}.tailavg"
-        file = path.open("x+b")
         self._files.add(path)
+        file = path.open("x+b")
         try:
             _allocate(file, size)
-        except BaseException as error:
+        except OSError as error:
             file.close()
             self.remove(path)
-            if isinstance(error, OSError):
-                raise OSError(
-                    error.errno, f"no room for {size:,} bytes: {error.strerror}", str(path)
-                ) from error
-            raise
+            raise OSError(
+                error.errno, f"no room for {size:,} bytes: {error.strerror}", str(path)
+            ) from error
         return file
 
     def remove(self, path: Path) -> None:

@@ -195,7 +195,7 @@ class AveragedModel(CountedUpdates, Module):
 
     def get_extra_state(self) -> dict[str, Any]:
         """The state of the average, in the layout of `tailavg.io.state`."""
-        return self._accumulators.state_dict()
+        return self._accumulators.state_dict(self._target.averaged)
 
     @outside_autograd
     def set_extra_state(self, state: Any) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from fnmatch import fnmatchcase
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, is_
 from types import SimpleNamespace
 from typing import Any, Literal, TypeVar, get_args
 
@@ -297,7 +297,7 @@ class Tracking:
         return (
             list(map(id, self._slotted())) == self._ids
             and [list(map(place, self._watched)) for place in _PLACE] == self._places
-            and all(map(_same_shard, self._sharded, self._shards))
+            and all(map(is_, map(local, self._sharded), self._shards))
             and not any(map(_TRAINS, self._frozen))
         )
 
@@ -513,7 +513,3 @@ def _check_values(what: str, tensor: Tensor) -> None:
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(names[:5]) + more
-
-
-def _same_shard(tensor: Any, shard: Tensor) -> bool:
-    return tensor._local_tensor is shard
