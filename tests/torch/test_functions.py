@@ -131,7 +131,7 @@ def test_functions_can_be_copied_and_pickled(make, again):
     """As `ddp_spawn` does, with the functions and with a whole model that has them."""
     [(name, function)] = make(0.25).items()
     copied = again(function)
-    assert copied.args == function.args != make(0.5)[name].args
+    assert copied == function != make(0.5)[name]
     assert "Exponential(" in repr(copied)
     assert "0.25" in repr(copied)
     model = Net()

@@ -121,7 +121,7 @@ class Accumulators(Store):
         means = self._blocks[-1].flats()
         with self._rewritten(-1) as new:
             for i, (group, mean) in enumerate(zip(self._groups, means, strict=True)):
-                for low, high in _chunks(0, len(mean)):
+                for low, high in _chunks(len(mean)):
                     part = group.sum[low:high]
                     old = mean[low:high].to(part.device)
                     joint, rest = _joined(old, part, total, weight, carry)
@@ -135,7 +135,7 @@ class Accumulators(Store):
             pairs = zip(self._blocks[gone - 1].flats(), self._blocks[gone].flats(), strict=True)
             with self._rewritten(gone - 1) as new:
                 for i, (mean, added) in enumerate(pairs):
-                    for low, high in _chunks(0, len(mean)):
+                    for low, high in _chunks(len(mean)):
                         device = self._groups[i].layout.device
                         joint = mean[low:high].to(device).mul(1.0 - weight)
                         joint.add_(added[low:high].to(device), alpha=weight)
@@ -366,7 +366,7 @@ class _Group:
                     self._buffered.append((part, torch.empty_like(part), tensor))
                 else:
                     part, tensor = part.view(-1), tensor.view(-1)
-                    for low, high in _chunks(0, len(part)):
+                    for low, high in _chunks(len(part)):
                         buffer = self._buffer[: high - low]
                         self._buffered.append((part[low:high], buffer, tensor[low:high]))
 
@@ -414,18 +414,17 @@ class _Group:
         target: Tensor,
         present: Tensor | None,
     ) -> None:
-        """Write the average into one tensor, directly if possible, otherwise in chunks."""
+        """Write the average into one tensor in chunks, directly if possible."""
         start, stop, shape = self.layout.slices[name]
         contiguous = target.is_contiguous()
         flat = target.view(-1) if contiguous else target.new_empty(stop - start)
-        if present is None and self._fits(target):
-            _average(summands, slice(start, stop), flat)
-            return
-        for low, high in _chunks(0, stop - start):
-            span = slice(start + low, start + high)
-            values = _average(summands, span, self._buffer[: high - low])
-            here = None if present is None else present.reshape(-1)[low:high]
-            flat[low:high] = _unless_rounded(values, here)
+        direct = present is None and self._fits(target)
+        for low, high in _chunks(stop - start):
+            out = flat[low:high] if direct else self._buffer[: high - low]
+            values = _average(summands, slice(start + low, start + high), out)
+            if not direct:
+                here = None if present is None else present.reshape(-1)[low:high]
+                flat[low:high] = _unless_rounded(values, here)
         if not contiguous:
             target.copy_(flat.view(shape))
 
@@ -441,9 +440,9 @@ def _average(summands: Sequence[tuple[float, Tensor]], span: slice, out: Tensor)
     return out
 
 
-def _chunks(start: int, stop: int) -> Iterator[tuple[int, int]]:
+def _chunks(size: int) -> Iterator[tuple[int, int]]:
     """Return the ranges of numbers that are worked on at a time."""
-    return ((low, min(low + _CHUNK, stop)) for low in range(start, stop, _CHUNK))
+    return ((low, min(low + _CHUNK, size)) for low in range(0, size, _CHUNK))
 
 
 def _unless_rounded(average: Tensor, present: Tensor | None) -> Tensor:
@@ -528,17 +527,11 @@ def _storage(
         return MemoryStorage(device if offload is None else torch.device("cpu"))
     if not isinstance(offload, str | os.PathLike):
         raise TypeError(f'offload: expected None, "cpu" or a folder, got {offload!r}')
-    if isinstance(offload, str) and (not offload or _is_device(offload)):
-        raise ValueError(
-            f'offload: expected None, "cpu" or a folder, got {offload!r}; a folder of that name '
-            f'is "./{offload}"'
-        )
+    if isinstance(offload, str):
+        with suppress(RuntimeError):  # if this is no device
+            torch.device(offload.lower() or "cpu")
+            raise ValueError(
+                f'offload: expected None, "cpu" or a folder, got {offload!r}; a folder of that '
+                f'name is "./{offload}"'
+            )
     return FolderStorage(offload)
-
-
-def _is_device(name: str) -> bool:
-    try:
-        torch.device(name.lower())
-    except RuntimeError:
-        return False
-    return True

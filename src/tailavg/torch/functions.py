@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,21 +16,29 @@ __all__ = ["growing_avg_fn", "growing_multi_avg_fn"]
 Tensors = tuple[Tensor, ...] | list[Tensor]
 
 
-@torch.no_grad()
-def _lerp_all(
-    rule: Exponential, averaged: Tensors, current: Tensors, updates: Tensor | int
-) -> None:
-    if _is_averaged(averaged[0]):  # all have the same dtype
-        torch._foreach_lerp_(averaged, current, rule.weight(int(updates) + 1))
-    else:
-        torch._foreach_copy_(averaged, current)
+@dataclass(frozen=True)
+class GrowingMultiAvgFn:
+    """Objects, unlike closures, can be copied and sent to other processes."""
+
+    rule: Exponential
+
+    @torch.no_grad()
+    def __call__(self, averaged: Tensors, current: Tensors, updates: Tensor | int) -> None:
+        if _is_averaged(averaged[0]):  # all have the same dtype
+            torch._foreach_lerp_(averaged, current, self.rule.weight(int(updates) + 1))
+        else:
+            torch._foreach_copy_(averaged, current)
 
 
-@torch.no_grad()
-def _lerp(rule: Exponential, averaged: Tensor, current: Tensor, updates: Tensor | int) -> Tensor:
-    if not _is_averaged(averaged):
-        return current
-    return averaged.lerp(current.to(averaged.dtype), rule.weight(int(updates) + 1))
+@dataclass(frozen=True)
+class GrowingAvgFn:
+    rule: Exponential
+
+    @torch.no_grad()
+    def __call__(self, averaged: Tensor, current: Tensor, updates: Tensor | int) -> Tensor:
+        if not _is_averaged(averaged):
+            return current
+        return averaged.lerp(current.to(averaged.dtype), self.rule.weight(int(updates) + 1))
 
 
 def growing_multi_avg_fn(window: AnyWindow) -> Callable[[Tensors, Tensors, Tensor | int], None]:
@@ -46,7 +54,7 @@ def growing_multi_avg_fn(window: AnyWindow) -> Callable[[Tensors, Tensors, Tenso
         >>> averaged = AveragedModel(model, multi_avg_fn=growing_multi_avg_fn(0.25))
         >>> averaged.update_parameters(model)
     """
-    return partial(_lerp_all, Exponential(window))
+    return GrowingMultiAvgFn(Exponential(window))
 
 
 def growing_avg_fn(window: AnyWindow) -> Callable[[Tensor, Tensor, Tensor | int], Tensor]:
@@ -57,7 +65,7 @@ def growing_avg_fn(window: AnyWindow) -> Callable[[Tensor, Tensor, Tensor | int]
         >>> average(torch.tensor([1.0]), torch.tensor([5.0]), 3)
         tensor([2.])
     """
-    return partial(_lerp, Exponential(window))
+    return GrowingAvgFn(Exponential(window))
 
 
 def _is_averaged(tensor: Tensor) -> bool:

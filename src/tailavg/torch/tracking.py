@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from fnmatch import fnmatchcase
-from itertools import chain
+from itertools import chain, combinations
 from operator import attrgetter, is_
 from types import SimpleNamespace
 from typing import Any, Literal, TypeVar, get_args
@@ -442,26 +442,25 @@ def _identity(tensor: Tensor) -> Any:
 
 def _overlaps(objects: Mapping[str, Sequence[Tensor]]) -> Iterator[tuple[str, str]]:
     """Yield the pairs of tensors that have elements in common."""
-    ranges: list[tuple[str, int, int, str, Any]] = []
+    views: dict[tuple[torch.device, int], list[tuple[str, Any]]] = {}  # by device and storage
     for name, (tensor, *_) in objects.items():
-        if start := _address(tensor):
+        if address := _address(tensor):
             here = local(tensor)
             interface = {
                 "version": 3,
                 "shape": tuple(here.shape),
                 "strides": tuple(step * here.itemsize for step in here.stride()),
                 "typestr": f"|V{here.itemsize}",
-                "data": (start, True),
+                "data": (address, True),
             }
             # an array at the addresses of the tensor: NumPy compares them, and reads nothing
             array = np.asarray(SimpleNamespace(__array_interface__=interface))
-            end = np.lib.array_utils.byte_bounds(array)[1]
-            ranges.append((str(here.device), start, end, name, array))
-    before: list[tuple[str, int, int, str, Any]] = []  # those that may reach the next one
-    for device, start, end, name, array in sorted(ranges, key=lambda item: item[:2]):
-        before = [item for item in before if item[0] == device and item[2] > start]
-        yield from ((item[3], name) for item in before if np.shares_memory(item[4], array))
-        before.append((device, start, end, name, array))
+            storage = here.device, here.untyped_storage().data_ptr()
+            views.setdefault(storage, []).append((name, array))
+    for group in views.values():
+        for (one, array), (other, another) in combinations(group, 2):
+            if np.shares_memory(array, another):
+                yield one, other
 
 
 def _is_expanded(tensor: Tensor) -> bool:
