@@ -22,7 +22,7 @@ from tailavg.core.rules import ExactWindow, Rule
 from tailavg.core.windows import positive_int
 from tailavg.io import state as states
 from tailavg.torch.folder import FileBlock, FolderStorage
-from tailavg.torch.storage import Layout, MemoryBlock, MemoryStorage, Slice
+from tailavg.torch.storage import Layout, MemoryBlock, MemoryStorage, Slice, dtype_name
 from tailavg.torch.tracking import Tracking, check_names, local, sharded_like
 
 __all__ = ["Accumulators", "Offload", "Terms"]
@@ -212,7 +212,7 @@ class Accumulators(Store):
         unused = self._blocks[: len(self._blocks) - len(used)]  # so that shapes stay the same
         return states.state(
             self.clock.rule,
-            dtype=str(self.dtype).removeprefix("torch."),
+            dtype=dtype_name(self.dtype),
             count=self.clock.count,
             starts=self.clock.starts,
             blocks=[sharded(self._views(block.flats())) for block in (*used, *unused)],
@@ -232,7 +232,7 @@ class Accumulators(Store):
         """
         state = states.check(state)
         states.check_nan_policy(state)
-        dtype = str(self.dtype).removeprefix("torch.")
+        dtype = dtype_name(self.dtype)
         if states.rule_from(state["rule"]) != self.clock.rule or state["dtype"] != dtype:
             raise ValueError(
                 f"state: expected {self.clock.rule} in {dtype}, got "

@@ -8,6 +8,7 @@ import secrets
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from copy import copy
 from errno import EBUSY, EINVAL, EOPNOTSUPP, ESTALE
 from itertools import accumulate
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from tailavg.io.files import InUseError, locked
 from tailavg.io.tensors import NAMES, Entry, header
-from tailavg.torch.storage import Layout
+from tailavg.torch.storage import Layout, dtype_name
 
 __all__ = ["FileBlock", "FolderStorage"]
 
@@ -57,7 +58,7 @@ class FolderStorage:
 
     def new_block(self, layouts: Sequence[Layout]) -> FileBlock:
         """See `MemoryStorage`."""
-        return FileBlock(self, _FileLayout(layouts))
+        return FileBlock(self, layouts)
 
     def copies(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """See `MemoryStorage`. The copies are in a file, which is gone when they are."""
@@ -66,13 +67,10 @@ class FolderStorage:
         with self.new_file("saved", max(starts[-1], _ALIGNED)) as file:
             data = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
             self.remove(Path(file.name))
-        copies = [
-            data[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        return [
+            data[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
             for start, tensor in zip(starts, tensors, strict=False)
         ]
-        for copy, tensor in zip(copies, tensors, strict=True):
-            copy.copy_(tensor)
-        return copies
 
     def new_file(self, kind: str, size: int) -> BinaryIO:
         """Create a file with room for so many bytes."""
@@ -131,45 +129,34 @@ def _allocate(file: BinaryIO, size: int) -> None:
     file.seek(0)
 
 
-class _FileLayout:
-    """How flat tensors lie in a safetensors file: one after the other."""
+class FileBlock:
+    """The mean of a block in a safetensors file. There is no file while it has no values."""
 
-    def __init__(self, layouts: Sequence[Layout]) -> None:
-        self.layouts = layouts
+    def __init__(self, folder: FolderStorage, layouts: Sequence[Layout]) -> None:
+        self._folder = folder
+        self._layouts = layouts
         entries = []
         for layout in layouts:
-            dtype = str(layout.dtype).removeprefix("torch.")
+            dtype = dtype_name(layout.dtype)
             if dtype not in NAMES:
                 raise TypeError(f"offload: safetensors does not support accumulators of {dtype}")
             for name, (start, stop, shape) in layout.slices.items():
                 size = (stop - start) * layout.dtype.itemsize
                 entries.append(Entry(name, NAMES[dtype], shape, size))
-        self.header = header(entries, unit=mmap.PAGESIZE)
+        self._header = header(entries, unit=mmap.PAGESIZE)
         sizes = [layout.size * layout.dtype.itemsize for layout in layouts]
-        *self.starts, self.size = accumulate(sizes, initial=len(self.header))
-
-
-class FileBlock:
-    """The mean of a block in a file. There is no file while the block has no values."""
-
-    def __init__(
-        self, folder: FolderStorage, layout: _FileLayout, file: BinaryIO | None = None
-    ) -> None:
-        self._folder = folder
-        self._layout = layout
-        self._file = file  # open while it is written
+        *self._starts, self._size = accumulate(sizes, initial=len(self._header))
+        self.path: Path | None = None
+        self._file: BinaryIO | None = None  # while it is written
         self._stamp: tuple[int, ...] = ()
-        self.path = None if file is None else Path(file.name)
 
     def flats(self) -> list[Tensor]:
         """See `MemoryBlock`. Raise an OSError that names the file if it was changed."""
-        layouts = self._layout.layouts
         if self.path is None:  # NumPy's zeros take no memory until they are written to
-            names = [str(layout.dtype).removeprefix("torch.") for layout in layouts]
-            zeros = [
-                np.zeros(layout.size, dtype) for layout, dtype in zip(layouts, names, strict=True)
+            return [
+                torch.from_numpy(np.zeros(layout.size, dtype_name(layout.dtype)))
+                for layout in self._layouts
             ]
-            return [torch.from_numpy(array) for array in zeros]
         with self.path.open("rb") as file:
             if _stamp(file) != self._stamp:
                 raise OSError(
@@ -184,17 +171,18 @@ class FileBlock:
             torch.frombuffer(data, dtype=layout.dtype, count=layout.size, offset=start)
             if layout.size
             else torch.empty(0, dtype=layout.dtype)
-            for layout, start in zip(layouts, self._layout.starts, strict=True)
+            for layout, start in zip(self._layouts, self._starts, strict=True)
         ]
 
     @contextmanager
     def rewritten(self) -> Iterator[FileBlock]:
         """See `MemoryBlock`."""
-        file = self._folder.new_file("mean", self._layout.size)
-        new = FileBlock(self._folder, self._layout, file)
+        file = self._folder.new_file("mean", self._size)
+        new = copy(self)
+        new.path, new._file = Path(file.name), file
         try:
             with file:
-                file.write(self._layout.header)
+                file.write(self._header)
                 yield new
                 file.flush()
                 new._stamp = _stamp(file)
@@ -207,8 +195,8 @@ class FileBlock:
     def store(self, layout: int, start: int, values: Tensor) -> None:
         """See `MemoryBlock`."""
         assert self._file is not None
-        dtype = self._layout.layouts[layout].dtype
-        self._file.seek(self._layout.starts[layout] + start * dtype.itemsize)
+        dtype = self._layouts[layout].dtype
+        self._file.seek(self._starts[layout] + start * dtype.itemsize)
         self._file.write(values.detach().to("cpu", dtype).numpy().data)
 
     def clear(self) -> None:

@@ -15,7 +15,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Layout", "MemoryBlock", "MemoryStorage", "Slice"]
+__all__ = ["Layout", "MemoryBlock", "MemoryStorage", "Slice", "dtype_name"]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype, which is NumPy's name, too."""
+    return str(dtype).removeprefix("torch.")
 
 
 class Slice(NamedTuple):
