@@ -97,12 +97,11 @@ class AveragedModel(CountedUpdates, Module):
             )
         self.use_buffers = buffers == "average"
         self._count_calls(update_every)
-        self._options: dict[str, Any] = {"buffers": buffers}
-        Tracking(model, **self._options)  # refuses shared memory, which a copy does not show
+        Tracking(model, buffers=buffers)  # refuses shared memory, which a copy does not show
         module = deepcopy(unwrap(model))
         if device is not None:
             module.to(device)
-        self._target = Tracking(module, **self._options)
+        self._target = Tracking(module, buffers=buffers)
         self._accumulators = Accumulators(rule, self._target.locals, torch.float32, device, offload)
         self._source: Tracking | None = None
         self._shown = 0  # the count at which the module got the average
@@ -122,7 +121,7 @@ class AveragedModel(CountedUpdates, Module):
         source = self._source
         if source is None or source.module is not unwrap(model) or not source.is_current():
             source = self._bind(model)
-        copied = self._copied(source)
+        copied = source.parameters | source.output_buffers
 
         def finish() -> None:
             self._not_averaged = {name: tensor.clone() for name, tensor in copied.items()}
@@ -133,7 +132,7 @@ class AveragedModel(CountedUpdates, Module):
     def _bind(self, model: Module) -> Tracking:
         """Take samples from this model from now on."""
         self._target.refresh(self._move)
-        source = self._target.of(model, self._options)
+        source = self._target.of(model)
         if source.apart:
             alias, name, _ = source.apart[0]
             raise ValueError(
@@ -145,11 +144,6 @@ class AveragedModel(CountedUpdates, Module):
         self._source = source
         return source
 
-    def _copied(self, tracking: Tracking) -> dict[str, Tensor]:
-        """The tensors that follow the model and are not averaged."""
-        skip = self._options["buffers"] == "skip"
-        return tracking.parameters | ({} if skip else tracking.buffers)
-
     @outside_autograd
     def _catch_up(self) -> None:
         """Write the average and the buffers into the module, unless it has them."""
@@ -160,7 +154,7 @@ class AveragedModel(CountedUpdates, Module):
         frozen = source.frozen() if source is not None and source.is_current() else {}
         self._target.refresh(self._move)
         self._accumulators.write(self._accumulators.clock.terms(), self._target.locals, frozen)
-        mine = self._copied(self._target)
+        mine = self._target.tensors
         for name, value in self._not_averaged.items():
             mine[name].copy_(value)
         self._shown = self.count

@@ -120,13 +120,9 @@ class ParameterAverage(CountedUpdates):
     ) -> None:
         rule = as_rule(rule)
         self._count_calls(update_every, start_after)
-        self._options: dict[str, Any] = {
-            "include": include,
-            "exclude": exclude,
-            "buffers": buffers,
-            "trainable_only": trainable_only,
-        }
-        self._tracking = Tracking(model, **self._options)
+        self._tracking = Tracking(
+            model, include=include, exclude=exclude, buffers=buffers, trainable_only=trainable_only
+        )
         if not self._tracking.averaged:
             raise ValueError(
                 "expected at least one floating point tensor to average, got none; include and "
@@ -282,9 +278,7 @@ class ParameterAverage(CountedUpdates):
         """Save the parameters until `restore`, so that `copy_to()` may overwrite them."""
         self._require_training_weights("store")
         self._tracking.refresh(self._accumulators.bind)
-        tensors = self._tracking.averaged
-        if self._options["buffers"] != "skip":
-            tensors = tensors | self._tracking.buffers
+        tensors = self._tracking.averaged | self._tracking.output_buffers
         self._saved = SavedWeights(self._tracking, tensors, self._accumulators.storage)
 
     @outside_autograd
@@ -313,10 +307,8 @@ class ParameterAverage(CountedUpdates):
         if model is None:
             self._write(terms)
             return
-        mine, other = self._tracking, self._tracking.of(model, self._options)
-        copied = mine.parameters
-        if self._options["buffers"] != "skip":
-            copied = copied | mine.buffers
+        mine, other = self._tracking, self._tracking.of(model)
+        copied = mine.parameters | mine.output_buffers
         into = {name: other.tensors[name] for name in (*mine.averaged, *copied)}
         apart = [(name, tensor) for _, name, tensor in other.apart if name in into]
         names: dict[int, str] = {}

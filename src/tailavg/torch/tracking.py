@@ -135,23 +135,6 @@ def _leaves_out(state: Mapping[str, Any], name: str, child: Module) -> bool:
     )
 
 
-def _chosen(option: str, choice: Choice, names: Sequence[str]) -> set[str]:
-    """Return the names that a choice means. Every pattern must match at least one name."""
-    if callable(choice):
-        return {name for name in names if choice(name)}
-    chosen = set()
-    for pattern in [choice] if isinstance(choice, str) else choice or ():
-        if not isinstance(pattern, str):
-            raise TypeError(f"{option}: expected patterns or a function, got {choice!r}")
-        matches = {name for name in names if fnmatchcase(name, pattern)}
-        if not matches:
-            raise ValueError(
-                f"{option}: {pattern!r} matches no name; the names are such as {names[0]!r}"
-            )
-        chosen |= matches
-    return chosen
-
-
 class Tracking:
     """The tensors of a model by name: `averaged`, other `parameters` and other `buffers`.
 
@@ -180,15 +163,18 @@ class Tracking:
     ) -> None:
         if buffers not in get_args(Buffers):
             raise ValueError(f"buffers: expected one of {get_args(Buffers)}, got {buffers!r}")
-        self._average_buffers = buffers == "average"
-        self._trainable_only = trainable_only
+        self._options: dict[str, Any] = {
+            "include": include,
+            "exclude": exclude,
+            "buffers": buffers,
+            "trainable_only": trainable_only,
+        }
         self.module: Module | None = None
         self.unnamed = False  # the names are numbers
         if isinstance(source, Module):
             self.module = unwrap(source)
         else:
             self._given, self.unnamed = _given(source)
-        self._include, self._exclude = include, exclude
         self._fsdp: list[Any] = []
         self.signatures: dict[str, Signature] = {}
         self.apart: list[tuple[str, str, Tensor]] = []  # see `of`
@@ -227,15 +213,11 @@ class Tracking:
                 objects.append(tensor)
             if not is_buffer:
                 not_buffers.add(name)
-            if not (self._trainable_only and is_frozen(tensor)):
+            if not (self._options["trainable_only"] and is_frozen(tensor)):
                 trains.add(name)
-        aliases = list(self.aliases)
-        chosen = set(aliases)
-        if self._include is not None:
-            chosen = _chosen("include", self._include, aliases)
-        chosen -= _chosen("exclude", self._exclude, aliases)
+        chosen = self._chosen("include") - self._chosen("exclude")
         chosen = {self.aliases[alias] for alias in chosen} & trains
-        if not self._average_buffers:
+        if self._options["buffers"] != "average":
             chosen &= not_buffers
         self.averaged, self.parameters, self.buffers = {}, {}, {}
         for name, (tensor, *_) in self.objects.items():
@@ -259,6 +241,24 @@ class Tracking:
         self.locals = {name: local(tensor) for name, tensor in self.averaged.items()}
         self._watch()
 
+    def _chosen(self, option: Literal["include", "exclude"]) -> set[str]:
+        """Return the names that an option chooses. Every pattern must match at least one name."""
+        choice: Choice = self._options[option]
+        if choice is None:
+            return set(self.aliases) if option == "include" else set()
+        if callable(choice):
+            return {name for name in self.aliases if choice(name)}
+        chosen = set()
+        for pattern in [choice] if isinstance(choice, str) else choice:
+            if not isinstance(pattern, str):
+                raise TypeError(f"{option}: expected patterns or a function, got {choice!r}")
+            matches = {name for name in self.aliases if fnmatchcase(name, pattern)}
+            if not matches:
+                some = next(iter(self.aliases))
+                raise ValueError(f"{option}: {pattern!r} matches no name; one name is {some!r}")
+            chosen |= matches
+        return chosen
+
     def _watch(self) -> None:
         """Remember what `is_current` compares. Tensors are kept alive, so that ids stay unique."""
         watched = [tensor for name in self.averaged for tensor in self.objects[name]]
@@ -266,7 +266,7 @@ class Tracking:
         self._shards = [local(tensor) for tensor in self._sharded]
         self._watched = [local(tensor) for tensor in watched]
         self._places = [list(map(place, self._watched)) for place in _PLACE]
-        left_out = self.parameters.values() if self._trainable_only else ()
+        left_out = self.parameters.values() if self._options["trainable_only"] else ()
         self._frozen = [tensor for tensor in left_out if is_frozen(tensor)]
         modules = [] if self.module is None else [module for _, module in _walk(self.module)]
         modules = list({id(module): module for module in modules}.values())
@@ -336,6 +336,11 @@ class Tracking:
         """All tensors that can be written to, by their first names."""
         return self.averaged | self.parameters | self.buffers
 
+    @property
+    def output_buffers(self) -> dict[str, Tensor]:
+        """The buffers that belong to an output, and to a swap."""
+        return {} if self._options["buffers"] == "skip" else self.buffers
+
     def frozen(self) -> dict[str, Tensor]:
         """Of the tensors to average, frozen parameters and the buffers of a module."""
         return {
@@ -351,7 +356,7 @@ class Tracking:
         state: dict[str, Any] = self.module.state_dict(keep_vars=True)
         return state
 
-    def of(self, model: Source, options: Mapping[str, Any]) -> Tracking:
+    def of(self, model: Source) -> Tracking:
         """Track another model's tensors under the names of this one.
 
         The other model may be inside a wrapper without tensors of its own. If this one was made
@@ -363,7 +368,7 @@ class Tracking:
         """
         if self.unnamed and isinstance(model, Module):
             model = model.parameters()
-        other = Tracking(model, **options)
+        other = Tracking(model, **self._options)
         mine, theirs = self.tensors, other.tensors
         theirs = {alias: theirs[name] for alias, name in other.aliases.items() if name in theirs}
         if self.module is not None:
