@@ -154,10 +154,7 @@ class Accumulators(Store):
         with old.rewritten() as new:
             self.whole = False
             yield new
-        self._replace(i, new)
-
-    def _replace(self, i: int, new: Block) -> None:
-        old, self._blocks[i] = self._blocks[i], new
+        self._blocks[i] = new
         if old is not new:
             old.clear()
 
@@ -193,10 +190,10 @@ class Accumulators(Store):
     def _sums(self) -> dict[str, Tensor]:
         return self._views(group.sum for group in self._groups)
 
-    @property
-    def _used(self) -> list[Block]:
-        """The blocks that have samples, oldest first."""
-        return self._blocks[len(self._blocks) - len(self.clock.starts) :]
+    def _ordered(self) -> list[Block]:
+        """Return the blocks as in a state: oldest first, and those without samples last."""
+        empty = len(self._blocks) - len(self.clock.starts)
+        return [*self._blocks[empty:], *self._blocks[:empty]]
 
     def state_dict(self, like: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return the state in the layout of `tailavg.io.state`, with tensors sharded like `like`.
@@ -208,21 +205,21 @@ class Accumulators(Store):
         def sharded(views: dict[str, Tensor]) -> dict[str, Tensor]:
             return {name: sharded_like(view, like[name]) for name, view in views.items()}
 
-        used = self._used
-        unused = self._blocks[: len(self._blocks) - len(used)]  # so that shapes stay the same
         return states.state(
             self.clock.rule,
             dtype=dtype_name(self.dtype),
             count=self.clock.count,
             starts=self.clock.starts,
-            blocks=[sharded(self._views(block.flats())) for block in (*used, *unused)],
+            # always all of them, so that a checkpoint can be loaded into any average
+            blocks=[sharded(self._views(block.flats())) for block in self._ordered()],
             folded=self.clock.folded,
             partial=sharded(self._sums()),
         ) | {"calls": self.calls}
 
     def files(self) -> dict[int, Path]:
         """Return the files of closed blocks, by their number in the state."""
-        return {i: block.path for i, block in enumerate(self._used[:-1]) if block.path is not None}
+        closed = self._ordered()[: max(0, len(self.clock.starts) - 1)]
+        return {i: block.path for i, block in enumerate(closed) if block.path is not None}
 
     def loaded(self, state: Mapping[str, Any], tracking: Tracking) -> Callable[[], None]:
         """Check a state of these tensors, or of a single tensor without a name.
@@ -267,20 +264,20 @@ class Accumulators(Store):
         means: Sequence[Mapping[str, Tensor]],
         sums: Mapping[str, Tensor],
     ) -> None:
-        """Take over a state: its means are those of the newest blocks."""
-        unused = len(self._blocks) - len(means)
+        """Take over a state, whose tensors may be those of `state_dict`: each stays in its block."""
+        blocks, number = self._ordered(), len(means)
         with ExitStack() as stack:
-            rewritten = [block.rewritten() for block in self._blocks[unused:]]
+            rewritten = [block.rewritten() for block in blocks[:number]]
             new = [cast("Block", stack.enter_context(context)) for context in rewritten]
             self.whole = False
             for block, mean in zip(new, means, strict=True):
                 for i, group in enumerate(self._groups):
                     for name, where in group.layout.slices.items():
                         block.store(i, where.start, mean[name].reshape(-1))
-        for i, block in enumerate(new, unused):
-            self._replace(i, block)
-        for block in self._blocks[:unused]:
-            block.clear()
+        self._blocks = [*blocks[number:], *new]
+        for block in blocks:
+            if block not in new:
+                block.clear()
         for name, view in self._sums().items():
             view.copy_(sums[name])
         self.clock, self.calls = clock, calls
@@ -299,7 +296,8 @@ class Accumulators(Store):
         self.require_whole()
         offload = self.storage if isinstance(self.storage, FolderStorage) else self._offload
         moved = Accumulators(self.clock.rule, tensors, dtype or self.dtype, device, offload)
-        means = [self._views(block.flats()) for block in self._used]
+        used = self._ordered()[: len(self.clock.starts)]
+        means = [self._views(block.flats()) for block in used]
         moved._fill(self.clock, self.calls, means, self._sums())
         if isinstance(self.storage, FolderStorage):
             self.whole = False
