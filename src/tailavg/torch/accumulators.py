@@ -264,7 +264,7 @@ class Accumulators(Store):
         means: Sequence[Mapping[str, Tensor]],
         sums: Mapping[str, Tensor],
     ) -> None:
-        """Take over a state, whose tensors may be those of `state_dict`: each stays in its block."""
+        """Take over a state. Its tensors may be those of `state_dict`: each stays in its block."""
         blocks, number = self._ordered(), len(means)
         with ExitStack() as stack:
             rewritten = [block.rewritten() for block in blocks[:number]]
