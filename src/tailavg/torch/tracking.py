@@ -49,7 +49,7 @@ def outside_autograd(call: Call) -> Call:
 
 
 def unwrap(model: Module) -> Module:
-    """The module inside DDP, DataParallel and torch.compile wrappers."""
+    """Return the module inside DDP, DataParallel and torch.compile wrappers."""
     compiled = _imported("torch._dynamo", "OptimizedModule")
     while True:
         if isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
@@ -62,7 +62,7 @@ def unwrap(model: Module) -> Module:
 
 
 def _imported(module: str, name: str) -> Any:
-    """A class for isinstance; () if its module is not imported, since then it has no instances."""
+    """Return a class for isinstance; () if its module is not imported: then it has no instances."""
     return getattr(sys.modules.get(module), name, ())
 
 
@@ -72,7 +72,7 @@ def is_sharded(tensor: Any) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This process's shard of a DTensor; any other tensor unchanged."""
+    """Return this process's shard of a DTensor, and any other tensor unchanged."""
     return tensor._local_tensor if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
@@ -82,7 +82,7 @@ def is_frozen(tensor: Tensor) -> bool:
 
 
 def sharded_like(shard: Tensor, like: Tensor) -> Tensor:
-    """The DTensor that a shard belongs to, if `like` is a DTensor; otherwise the shard."""
+    """Return the DTensor that a shard belongs to if `like` is one, otherwise the shard."""
     if not is_sharded(like):
         return shard
     whole: Any = like
@@ -98,7 +98,7 @@ def sharded_like(shard: Tensor, like: Tensor) -> Tensor:
 
 
 def _alone(view: Tensor) -> Tensor:
-    """The same memory as a storage of its own: a DTensor over a part of one cannot be saved."""
+    """Return the same memory as a storage of its own: otherwise a DTensor cannot be saved."""
     start, size = view.storage_offset() * view.itemsize, view.numel() * view.itemsize
     if not start:
         return view
@@ -107,7 +107,7 @@ def _alone(view: Tensor) -> Tensor:
 
 
 def _walk(module: Module, prefix: str = "") -> Iterator[tuple[str, Module]]:
-    """Every module with its prefix, unwrapped; shared modules appear once for each name."""
+    """Yield every module with its prefix, unwrapped; shared modules once for each name."""
     module = unwrap(module)
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError(
@@ -182,7 +182,7 @@ class Tracking:
         self.signatures = {name: _signature(tensor) for name, tensor in self.averaged.items()}
 
     def _tensors(self) -> Iterator[tuple[str, Tensor, bool]]:
-        """Every tensor under each of its names, and whether it is a buffer."""
+        """Yield every tensor under each of its names, and whether it is a buffer."""
         if self.module is None:
             yield from ((name, tensor, False) for name, tensor in self._given.items())
             return
@@ -342,7 +342,7 @@ class Tracking:
         return {} if self._options["buffers"] == "skip" else self.buffers
 
     def frozen(self) -> dict[str, Tensor]:
-        """Of the tensors to average, frozen parameters and the buffers of a module."""
+        """Return the averaged tensors that are frozen parameters, or buffers of a module."""
         return {
             name: self.locals[name]
             for name, tensor in self.averaged.items()
@@ -350,7 +350,7 @@ class Tracking:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The model's state dict, with its own tensors."""
+        """Return the model's state dict, with its own tensors."""
         if self.module is None:
             return dict(self._given)
         state: dict[str, Any] = self.module.state_dict(keep_vars=True)
@@ -405,12 +405,12 @@ def _without_prefix(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tenso
 
 
 def _given(source: Any) -> tuple[dict[str, Tensor], bool]:
-    """Tensors by name, and whether the names are but numbers, since none were given."""
+    """Return tensors by name, and whether they came without names: these are numbers then."""
     items = list(source.items() if isinstance(source, Mapping) else source)
     unnamed = not isinstance(source, Tensor) and all(isinstance(item, Tensor) for item in items)
     if unnamed:
         return {str(i): tensor for i, tensor in enumerate(items)}, True
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for item in items:
         kinds = [type(part).__name__ for part in item] if isinstance(item, tuple | list) else []
         if not (len(kinds) == 2 and isinstance(item[0], str) and isinstance(item[1], Tensor)):
@@ -419,9 +419,9 @@ def _given(source: Any) -> tuple[dict[str, Tensor], bool]:
                 "expected a module, pairs of a name and a tensor, as named_parameters() gives, or "
                 f"a list of tensors, got {got}"
             )
-        if found.setdefault(item[0], item[1]) is not item[1]:
+        if tensors.setdefault(item[0], item[1]) is not item[1]:
             raise ValueError(f"{item[0]}: expected each name once, got two tensors with it")
-    return found, False
+    return tensors, False
 
 
 def _address(tensor: Tensor) -> int:
@@ -436,7 +436,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def _identity(tensor: Tensor) -> Any:
-    """What two tensors have in common if they are one: the same view of the same memory."""
+    """Return what tensors have in common if they are the same view of the same memory."""
     if not (address := _address(tensor)):
         return id(tensor)
     here = local(tensor)
@@ -473,7 +473,7 @@ def _is_expanded(tensor: Tensor) -> bool:
 
 
 def _signature(tensor: Tensor) -> Signature:
-    """The shape of a tensor and that of this process's shard, and the kind of its numbers."""
+    """Return the shape of a tensor, the shape of its shard, and the kind of its numbers."""
     kind = "complex" if tensor.is_complex() else "real" if tensor.is_floating_point() else "whole"
     return tensor.shape, local(tensor).shape, kind
 
@@ -485,10 +485,10 @@ def check_names(what: str, expected: Mapping[str, Signature], got: Mapping[str, 
     _check_unexpected(what, expected, got)
     for name, signature in expected.items():
         *shapes, kind = _signature(got[name])
-        for shape, its in zip(signature, shapes, strict=False):
-            if shape != its:
+        for shape, new_shape in zip(signature, shapes, strict=False):
+            if shape != new_shape:
                 raise ValueError(
-                    f"{what}: {name}: expected shape {tuple(shape)}, got {tuple(its)}; "
+                    f"{what}: {name}: expected shape {tuple(shape)}, got {tuple(new_shape)}; "
                     "averaged tensors must keep their shapes"
                 )
         _check_values(f"{what}: {name}", got[name])
