@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tailavg.io.tensors import Entry, header, mapped, write_arrays
+from tailavg.io.tensors import mapped, write_arrays
 
 ARRAYS = {
     "single": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -44,15 +44,6 @@ def test_a_dtype_that_the_format_lacks_is_refused(tmp_path: Path) -> None:
         write_arrays(tmp_path / "file", {"x": np.zeros(1, complex)})
 
 
-def test_another_order_of_the_axes(tmp_path: Path) -> None:
-    array = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
-    order = (2, 0, 1)
-    entry = Entry("x", "F32", array.shape, array.nbytes, order)
-    numbers = np.ascontiguousarray(array.transpose(order))
-    (tmp_path / "file").write_bytes(header([entry]) + numbers.tobytes())
-    np.testing.assert_array_equal(mapped(tmp_path / "file")["x"], array)
-
-
 ROW = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
 
 
@@ -67,7 +58,6 @@ ROW = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
         {"x": {**ROW, "data_offsets": [16, 32]}},
         {"x": ROW, "y": ROW},
         {"x": {"dtype": "F32"}},
-        {"x": ROW, "__metadata__": {"tailavg.orders": '{"x": [1, 0]}'}},
         {"x": 3},
         [],
         {},

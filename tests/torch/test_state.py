@@ -11,7 +11,17 @@ from torch import nn
 
 from tailavg import AnytimeWindow, Exponential, RawTail, TailAverage
 from tailavg.torch import ParameterAverage
-from tests.support.torch_models import Odd, bits, named, saved, small, snapshot, tensors_of, walked
+from tests.support.torch_models import (
+    Odd,
+    bits,
+    flat_tensors,
+    named,
+    saved,
+    small,
+    snapshot,
+    tensors_of,
+    walked,
+)
 from tests.support.torch_processes import exit_code
 
 
@@ -177,16 +187,29 @@ def test_anything_else_in_place_of_a_tensor_is_refused_by_name(odd, rule):
         assert snapshot(average.state_dict()) == before
 
 
-def test_lists_and_numbers_stand_for_tensors_of_their_type():
+def test_arrays_stand_for_tensors_of_their_type():
     scale = torch.tensor(2.0, dtype=torch.float64)
     average = ParameterAverage({"scale": scale}, 10)
     average.update()
     state = saved(average.state_dict())
     other = ParameterAverage({"scale": torch.tensor(0.0, dtype=torch.float64)}, 10)
-    for make in (float, np.float64, np.array):
+    for make in (np.float64, np.array):
         plain = state | {"partial": {"scale": make(state["partial"]["scale"].item())}}
         other.load_state_dict(plain)
         assert snapshot(other.state_dict()) == snapshot(state)
+
+
+@pytest.mark.parametrize("before", [0, 3, 8, 40])
+@pytest.mark.parametrize("count", [3, 15, 18, 40])
+def test_a_state_may_be_read_into_the_tensors_of_the_average_itself(before, count):
+    """As `torch.distributed.checkpoint.load` does."""
+    average, _, _ = walked(small(norm=False), AnytimeWindow(20, 4), count)
+    other, _, _ = walked(small(norm=False), AnytimeWindow(20, 4), before)
+    state, live = saved(average.state_dict()), other.state_dict()
+    for mine, theirs in zip(flat_tensors(live), flat_tensors(state), strict=True):
+        mine.copy_(theirs)
+    other.load_state_dict(state | {key: live[key] for key in ("blocks", "partial")})
+    assert bits(other.averaged_state_dict()) == bits(average.averaged_state_dict())
 
 
 def test_a_state_of_other_accumulators_is_refused():

@@ -46,22 +46,16 @@ NAMES = {
 ones first, so that all are aligned."""
 
 _ACCUMULATED = {"F64": np.float64, "C64": np.complex64, "F32": np.float32}
-_ORDERS = "tailavg.orders"
 _LONGEST = 10**8  # bytes of a header, as in the format's own library
 
 
 class Entry(NamedTuple):
-    """A tensor in a file: its name, the format's name of its dtype, its shape and bytes.
-
-    If its elements are stored in another order, `order` lists its axes from the slowest to the
-    fastest. The header then has the shape in that order, and the order in its metadata.
-    """
+    """A tensor in a file: its name, the format's name of its dtype, its shape and bytes."""
 
     name: str
     dtype: str
     shape: Sequence[int]
     size: int
-    order: Sequence[int] = ()
 
 
 def header(
@@ -70,16 +64,10 @@ def header(
     """Return what comes before the numbers of these tensors. Its length is a multiple of `unit`."""
     metadata = {"format": "pt"} if metadata is None else dict(metadata)
     rows: dict[str, Any] = {"__metadata__": metadata}
-    orders: dict[str, list[int]] = {}
     end = 0
-    for name, dtype, shape, size, order in entries:
+    for name, dtype, shape, size in entries:
         start, end = end, end + size
-        if order:
-            orders[name] = list(order)
-            shape = [shape[axis] for axis in order]
         rows[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
-    if orders:
-        metadata[_ORDERS] = json.dumps(orders)
     text = json.dumps(rows, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % unit)
     return len(text).to_bytes(8, "little") + text
@@ -122,7 +110,7 @@ def mapped(path: str | os.PathLike[str]) -> dict[str, npt.NDArray[Any]]:
             if length > min(size - 8, _LONGEST):
                 raise ValueError(f"{size} bytes, but a header of {length}")
             rows = json.loads(file.read(length))
-            orders = json.loads(rows.pop("__metadata__", {}).get(_ORDERS, "{}"))
+            rows.pop("__metadata__", None)
             data = np.empty(0, np.uint8)
             if size > 8 + length:
                 data = np.memmap(file, np.uint8, "c", 8 + length).view(np.ndarray)
@@ -132,8 +120,7 @@ def mapped(path: str | os.PathLike[str]) -> dict[str, npt.NDArray[Any]]:
                 start, end = end, end + math.prod(shape) * dtype.itemsize
                 if row["data_offsets"] != [start, end]:
                     raise ValueError(f"{name} is at {row['data_offsets']}, not at {[start, end]}")
-                axes = np.argsort(orders.get(name, range(len(shape))))
-                arrays[name] = data[start:end].view(dtype).reshape(shape).transpose(axes)
+                arrays[name] = data[start:end].view(dtype).reshape(shape)
             if end != len(data):
                 raise ValueError(f"{len(data)} bytes of tensors instead of {end}")
         except Exception as error:  # a damaged file can raise anything

@@ -1,51 +1,42 @@
 """The store for many tensors: one sum and a few means of each, in flat memory.
 
-Tensors of one dtype and device lie side by side in flat tensors, so folds and turns take a few
+Tensors of one dtype and device lie side by side in flat tensors, so merges and turns take a few
 operations however many tensors there are. Only adding a sample visits them one by one. The sum is
-where its tensors are; the means are in a `tailavg.torch.storage.Storage`.
+where its tensors are; the means are in a `MemoryStorage` or a `FolderStorage`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from itertools import chain
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tailavg.core.clock import SUM, Store, clock_for
+from tailavg.core.clock import SUM, Clock, Store, clock_for
 from tailavg.core.rules import ExactWindow, Rule
 from tailavg.core.windows import positive_int
 from tailavg.io import state as states
-from tailavg.torch.folder import FolderStorage
-from tailavg.torch.layout import Layout, Slice
-from tailavg.torch.storage import Block, Offload, storage_for
+from tailavg.torch.folder import FileBlock, FolderStorage
+from tailavg.torch.storage import Layout, MemoryBlock, MemoryStorage, Slice, dtype_name
 from tailavg.torch.tracking import Tracking, check_names, local, sharded_like
 
-__all__ = ["Accumulators"]
+__all__ = ["Accumulators", "Offload", "Terms"]
+
+Block = MemoryBlock | FileBlock
+Offload = str | os.PathLike[str] | None
+Terms = Sequence[tuple[float, int]]
+"""Weights, and the blocks whose means they are of, or `SUM`: see `Clock.terms`."""
 
 _LINE = 16  # elements in a cache line
 _SMALL = 8192  # elements: smaller tensors are added together, since a call costs more than they do
 _BATCH = 32767  # elements: up to this size torch.cat is one loop
 _CHUNK = 1 << 22  # elements that are worked on at a time
-_ROUNDING = 128  # times the epsilon of the dtype, see `_rounds_to`
-
-
-class _AddPlan(NamedTuple):
-    """How to add tensors to the sum. The first of each pair is a part of the sum."""
-
-    alike: tuple[list[Tensor], list[Tensor]]
-    """Same dtype, device and order of elements: added all at once."""
-    unlike: tuple[list[Tensor], list[Tensor]]
-    """Another dtype or order."""
-    gathered: list[tuple[Tensor, Tensor, list[Tensor]]]
-    """Small tensors, gathered in the buffer first: sum, buffer, tensors."""
-    buffered: list[tuple[Tensor, Tensor, Tensor]]
-    """On another device, or of 8 bits: copied to the buffer first: sum, buffer, tensor."""
+_ROUNDING = 128  # times the epsilon of the dtype, see `_unless_rounded`
 
 
 class Accumulators(Store):
@@ -74,18 +65,20 @@ class Accumulators(Store):
         members: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             # 8-bit floats have no promotion rules
-            small = tensor.is_floating_point() and tensor.itemsize < dtype.itemsize
+            narrow = tensor.is_floating_point() and tensor.itemsize < dtype.itemsize
             kind = (
                 self.device or tensor.device,
-                dtype if small else torch.promote_types(dtype, tensor.dtype),
+                dtype if narrow else torch.promote_types(dtype, tensor.dtype),
             )
             members.setdefault(kind, {})[name] = tensor
+        wide_first = sorted(members, key=lambda kind: -kind[1].itemsize)  # aligned in files
         self._offload = offload
-        self.storage = storage_for(offload, self.device)
-        self._groups = [_Group(i, *kind, group) for i, (kind, group) in enumerate(members.items())]
+        self.storage = _storage(offload, self.device)
+        self._groups = [_Group(*kind, members[kind]) for kind in wide_first]
         layouts = [group.layout for group in self._groups]
-        self._blocks = [self.storage.new_block(layouts) for _ in range(rule.accumulators)]
-        self._safe: tuple[int, list[int], int] | None = None
+        self._blocks: list[Block] = [
+            self.storage.new_block(layouts) for _ in range(rule.accumulators)
+        ]
         self.bind(tensors)
 
     def bind(self, tensors: Mapping[str, Tensor]) -> None:
@@ -95,15 +88,14 @@ class Accumulators(Store):
 
     def add(self, then: Callable[[], None] | None = None) -> None:
         """Take one sample: the current values of the bound tensors. Call `then` in the end."""
-        clock = self.clock
         self.require_whole()
-        self.whole = False
-        if clock.count >= clock.next:
+        if self.clock.count >= self.clock.next:
             self._prepare()
-        factor = clock.factor
+        self.whole = False
+        factor = self.clock.factor
         for group in self._groups:
             group.add(factor)
-        clock.count += 1
+        self.clock.count += 1
         self.calls = 0
         if then is not None:
             then()
@@ -115,53 +107,56 @@ class Accumulators(Store):
         try:
             self.clock.prepare(self)
         except BaseException:
-            if self._safe is not None:
-                self.clock.resume(*self._safe)
-                self.whole = True
+            if self.whole:
+                self.clock = self._settled
             raise
 
     def _settle(self) -> None:
-        """What is held is what the clock says: go back to here if the next change fails."""
-        self._safe = self.clock.count, self.clock.blocks, self.clock.folded
+        """Remember the clock, which agrees with the blocks and the sum: see `_prepare`."""
+        self._settled = self.clock.copy()
+        self.whole = True
 
     def fold(self, total: float, weight: float, carry: float) -> None:
-        """See `Store`. If a block is replaced, the new one is complete before the sum changes."""
-        old, in_place = self._blocks[-1], self.storage.in_place
-        if in_place:
-            self._safe = None
-        with old.rewritten() as new:
-            for group in self._groups:
-                group.fold(old, new, total, weight, carry, renew_sum=in_place)
-        self._safe = None
-        if not in_place:
-            for group in self._groups:
-                group.fold(old, None, total, weight, carry, renew_sum=True)
-        self._replace(-1, new)
+        """See `Store`."""
+        means = self._blocks[-1].flats()
+        with self._rewritten(-1) as new:
+            for i, (group, mean) in enumerate(zip(self._groups, means, strict=True)):
+                for low, high in _chunks(len(mean)):
+                    part = group.sum[low:high]
+                    old = mean[low:high].to(part.device)
+                    joint, rest = _joined(old, part, total, weight, carry)
+                    new.store(i, low, joint)
+                    part.copy_(rest)
         self._settle()
 
     def turn(self, gone: int, weight: float) -> None:
         """See `Store`."""
-        blocks = self._blocks
         if weight:
-            if self.storage.in_place:
-                self._safe = None
-            with blocks[gone - 1].rewritten() as new:
-                for group in self._groups:
-                    group.merge(blocks[gone - 1], blocks[gone], weight, new)
-            self._safe = None
-            self._replace(gone - 1, new)
-        self._safe = None
-        last = blocks[gone].emptied()
-        self._blocks = [*blocks[:gone], *blocks[gone + 1 :], last]
+            pairs = zip(self._blocks[gone - 1].flats(), self._blocks[gone].flats(), strict=True)
+            with self._rewritten(gone - 1) as new:
+                for i, (mean, added) in enumerate(pairs):
+                    for low, high in _chunks(len(mean)):
+                        device = self._groups[i].layout.device
+                        joint = mean[low:high].to(device).mul(1.0 - weight)
+                        joint.add_(added[low:high].to(device), alpha=weight)
+                        new.store(i, low, joint)
+        self.whole = False
+        self._blocks.append(self._blocks.pop(gone))
+        self._blocks[-1].clear()
         for group in self._groups:
             group.sum.zero_()
         self._settle()
 
-    def _replace(self, i: int, new: Block) -> None:
-        """Let a new block take the place of one."""
-        old, self._blocks[i] = self._blocks[i], new
+    @contextmanager
+    def _rewritten(self, i: int) -> Iterator[Block]:
+        """Yield what replaces a block. From then on the average is not whole, until `_settle`."""
+        old = self._blocks[i]
+        with old.rewritten() as new:
+            self.whole = False
+            yield new
+        self._blocks[i] = new
         if old is not new:
-            old.emptied()
+            old.clear()
 
     def require_whole(self) -> None:
         """Raise unless every update and load so far ran to its end."""
@@ -171,27 +166,36 @@ class Accumulators(Store):
                 "load_state_dict() a saved state, or create a new average"
             )
 
-    def write(
-        self,
-        terms: Sequence[tuple[float, int]],
-        into: Mapping[str, Tensor],
-        frozen: Mapping[str, Tensor],
-    ) -> None:
+    def write(self, terms: Terms, into: Mapping[str, Tensor], frozen: Mapping[str, Tensor]) -> None:
         """Write the average given by the clock's `terms` into tensors.
 
         Where the average of a `frozen` tensor is what it holds, up to rounding, its own values are
         written.
         """
         self.require_whole()
-        summands = [(weight, None if i == SUM else self._blocks[i]) for weight, i in terms]
-        for group in self._groups:
-            group.write(summands, into, frozen)
+        sums = [group.sum for group in self._groups]
+        flats = [sums if block == SUM else self._blocks[block].flats() for _, block in terms]
+        weights = [weight for weight, _ in terms]
+        for group, *summands in zip(self._groups, *flats, strict=True):
+            group.write(list(zip(weights, summands, strict=True)), into, frozen)
+
+    def _views(self, flats: Iterable[Tensor]) -> dict[str, Tensor]:
+        """Return the tensors in flat tensors, by name."""
+        return {
+            name: where.of(flat)
+            for group, flat in zip(self._groups, flats, strict=True)
+            for name, where in group.layout.slices.items()
+        }
 
     def _sums(self) -> dict[str, Tensor]:
-        """Return the sums, by name: views, not copies."""
-        return {name: view for group in self._groups for name, view in group.views()}
+        return self._views(group.sum for group in self._groups)
 
-    def state_dict(self, like: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
+    def _ordered(self) -> list[Block]:
+        """Return the blocks as in a state: oldest first, and those without samples last."""
+        empty = len(self._blocks) - len(self.clock.starts)
+        return [*self._blocks[empty:], *self._blocks[:empty]]
+
+    def state_dict(self, like: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return the state in the layout of `tailavg.io.state`, with tensors sharded like `like`.
 
         Its tensors are views, not copies.
@@ -199,112 +203,85 @@ class Accumulators(Store):
         self.require_whole()
 
         def sharded(views: dict[str, Tensor]) -> dict[str, Tensor]:
-            return (
-                views if like is None else {n: sharded_like(v, like[n]) for n, v in views.items()}
-            )
+            return {name: sharded_like(view, like[name]) for name, view in views.items()}
 
-        empty = len(self._blocks) - len(self.clock.starts)
-        blocks = [*self._blocks[empty:], *self._blocks[:empty]]  # always all: shapes stay the same
         return states.state(
             self.clock.rule,
-            dtype=str(self.dtype).removeprefix("torch."),
+            dtype=dtype_name(self.dtype),
             count=self.clock.count,
             starts=self.clock.starts,
-            blocks=[sharded(block.views()) for block in blocks],
+            # always all of them, so that a checkpoint can be loaded into any average
+            blocks=[sharded(self._views(block.flats())) for block in self._ordered()],
             folded=self.clock.folded,
             partial=sharded(self._sums()),
         ) | {"calls": self.calls}
 
     def files(self) -> dict[int, Path]:
         """Return the files of closed blocks, by their number in the state."""
-        closed = self._blocks[len(self._blocks) - len(self.clock.starts) : -1]
-        return {i: path for i, block in enumerate(closed) if (path := block.file()) is not None}
+        closed = self._ordered()[: max(0, len(self.clock.starts) - 1)]
+        return {i: block.path for i, block in enumerate(closed) if block.path is not None}
 
     def loaded(self, state: Mapping[str, Any], tracking: Tracking) -> Callable[[], None]:
         """Check a state of these tensors, or of a single tensor without a name.
 
         Returns:
-            What resumes from it.
+            A function that resumes from the state.
         """
         state = states.check(state)
         states.check_nan_policy(state)
-        dtype = str(self.dtype).removeprefix("torch.")
+        dtype = dtype_name(self.dtype)
         if states.rule_from(state["rule"]) != self.clock.rule or state["dtype"] != dtype:
             raise ValueError(
                 f"state: expected {self.clock.rule} in {dtype}, got "
                 f"{states.rule_from(state['rule'])} in {state['dtype']}; "
                 "create the average with the rule and dtype of the state"
             )
-        sums, held = self._sums(), len(state["starts"])
-        if not held <= len(state["blocks"]) <= len(self._blocks):
+        number = len(state["starts"])
+        if not number <= len(state["blocks"]) <= len(self._blocks):
             raise ValueError(
-                f"state: sizes do not add up: {held} starts, {len(state['blocks'])} blocks"
+                f"state: sizes do not add up: {number} starts, {len(state['blocks'])} blocks"
             )
-        found: list[dict[str, Tensor]] = []
-        for i, saved in enumerate((*state["blocks"][:held], state["partial"])):
-            what = f"state: block {i}" if i < held else "state: partial"
-            if not isinstance(saved, Mapping) and not state["count"]:
-                # an average without samples knows no shape
-                found.append({name: torch.zeros((), device="cpu") for name in sums})
-                continue
-            if not isinstance(saved, Mapping) and len(sums) > 1:
-                raise ValueError(f"{what}: expected tensors by name, got {type(saved).__name__}")
-            tensors = {
-                name: _tensor(f"{what}: {name}", value)
-                for name, value in states.named(saved, sums).items()
-            }
-            named = {tracking.aliases.get(name, name): tensors[name] for name in reversed(tensors)}
-            if left_out := [name for name in named if name in tracking.parameters]:
-                raise ValueError(
-                    f"{what}: expected the parameters that are averaged here, got {left_out[0]} as "
-                    "well; choose it, or if it is frozen, create the average with "
-                    "trainable_only=False"
-                )
-            check_names(what, tracking.signatures, named)
-            for name, tensor in tensors.items():
-                first = tracking.aliases.get(name, name)
-                if tensor is not named[first]:
-                    check_names(what, {name: tracking.signatures[first]}, {name: tensor})
-                    if not torch.equal(local(tensor), local(named[first])):
-                        raise ValueError(
-                            f"{what}: {name}: expected the values of {first}, since the model has "
-                            "one tensor with both names, got others"
-                        )
-            for name, view in sums.items():
-                if named[name].dtype != view.dtype:
-                    raise ValueError(
-                        f"{what}: {name}: expected {view.dtype}, got {named[name].dtype}"
-                    )
-            found.append({name: local(named[name]) for name in sums})
+        sums = self._sums()
+        if state["count"] or isinstance(state["partial"], Mapping):
+            partial = _checked("state: partial", state["partial"], sums, tracking)
+        else:  # an average without samples knows no shape
+            partial = {name: torch.zeros((), device="cpu") for name in sums}
+        means = [
+            _checked(f"state: block {i}", block, sums, tracking)
+            for i, block in enumerate(state["blocks"][:number])
+        ]
         states.check_steps(state["count"], state["starts"], state["folded"])
         calls = positive_int(state.get("calls", 0), "state: calls", least=0)
         clock = clock_for(self.clock.rule)
         clock.restore(state["count"], state["starts"], state["folded"])
 
-        def resume() -> None:
-            self._fill(found[:held])
-            self.whole = False
-            for name, view in sums.items():
-                view.copy_(found[-1][name])
-            self.clock, self.calls = clock, calls
-            self.whole = True
+        return lambda: self._fill(clock, calls, means, partial)
 
-        return resume
-
-    def _fill(self, means: Sequence[Mapping[str, Tensor]]) -> None:
-        """Write these means into the newest blocks, and empty the others."""
-        unused = len(self._blocks) - len(means)
+    def _fill(
+        self,
+        clock: Clock,
+        calls: int,
+        means: Sequence[Mapping[str, Tensor]],
+        sums: Mapping[str, Tensor],
+    ) -> None:
+        """Take over a state. Its tensors may be those of `state_dict`: each stays in its block."""
+        blocks, number = self._ordered(), len(means)
         with ExitStack() as stack:
-            rewritten = [block.rewritten() for block in self._blocks[unused:]]
-            new = [cast("Block", stack.enter_context(block)) for block in rewritten]
-            for block, values in zip(new, means, strict=True):
-                self.whole &= not self.storage.in_place
-                block.fill(values)
-        self.whole = False
-        for i, block in enumerate(new):
-            self._replace(unused + i, block)
-        for i in range(unused):
-            self._blocks[i] = self._blocks[i].emptied()
+            rewritten = [block.rewritten() for block in blocks[:number]]
+            new = [cast("Block", stack.enter_context(context)) for context in rewritten]
+            self.whole = False
+            for block, mean in zip(new, means, strict=True):
+                for i, group in enumerate(self._groups):
+                    for name, where in group.layout.slices.items():
+                        block.store(i, where.start, mean[name].reshape(-1))
+        self._blocks = [*blocks[number:], *new]
+        for block in blocks:
+            if block not in new:
+                block.clear()
+        for name, view in self._sums().items():
+            view.copy_(sums[name])
+        self.clock, self.calls = clock, calls
+        self.whole = True
 
     def to(
         self,
@@ -312,23 +289,20 @@ class Accumulators(Store):
         tensors: Mapping[str, Tensor],
         dtype: torch.dtype | None = None,
     ) -> Accumulators:
-        """The same average on a device, and in another dtype if one is given.
+        """Return the same average on a device, and in another dtype if one is given.
 
-        None stands for the device of the tensors.
+        None stands for the device of the tensors. Files go to the new average.
         """
         self.require_whole()
         offload = self.storage if isinstance(self.storage, FolderStorage) else self._offload
         moved = Accumulators(self.clock.rule, tensors, dtype or self.dtype, device, offload)
-        moved.clock, moved.calls = self.clock, self.calls
-        used = self._blocks[len(self._blocks) - len(self.clock.starts) :]
-        moved._fill([block.views() for block in used])
-        sums = self._sums()
-        for name, view in moved._sums().items():
-            view.copy_(sums[name])
-        moved.whole = True
-        self.whole = self.storage.in_place  # files are removed
-        for block in self._blocks:
-            block.emptied()
+        used = self._ordered()[: len(self.clock.starts)]
+        means = [self._views(block.flats()) for block in used]
+        moved._fill(self.clock, self.calls, means, self._sums())
+        if isinstance(self.storage, FolderStorage):
+            self.whole = False
+            for block in self._blocks:
+                block.clear()
         return moved
 
 
@@ -336,198 +310,152 @@ class _Group:
     """The tensors whose accumulators share a dtype and a device: their layout and their sum."""
 
     def __init__(
-        self, index: int, device: torch.device, dtype: torch.dtype, tensors: Mapping[str, Tensor]
+        self, device: torch.device, dtype: torch.dtype, tensors: Mapping[str, Tensor]
     ) -> None:
-        self._index = index
-        self._large = [name for name, tensor in tensors.items() if tensor.numel() > _SMALL]
+        large = [name for name, tensor in tensors.items() if tensor.numel() > _SMALL]
         # first those that leave the next one on a cache line
-        self._large.sort(key=lambda name: tensors[name].numel() % _LINE != 0)
-        self._batches: list[list[str]] = []  # small tensors, side by side
+        large.sort(key=lambda name: tensors[name].numel() % _LINE != 0)
+        self._runs = [[name] for name in large]
+        """Names of tensors that lie side by side: one large tensor, or many small ones."""
         used = _BATCH + 1
         for name, tensor in tensors.items():
             if tensor.numel() <= _SMALL:
                 used += tensor.numel()
                 if used > _BATCH:
-                    self._batches.append([])
+                    self._runs.append([])
                     used = tensor.numel()
-                self._batches[-1].append(name)
-        starts, size = {}, 0
-        for name in (*self._large, *chain(*self._batches)):
-            starts[name] = size
-            size += tensors[name].numel()
-        slices = {
-            name: Slice(
-                starts[name],
-                starts[name] + tensor.numel(),
-                tensor.shape,
-                # its own, unless there are gaps between its elements
-                torch.empty_like(tensor, device="meta").stride(),
-            )
-            for name, tensor in tensors.items()
-        }
+                self._runs[-1].append(name)
+        slices: dict[str, Slice] = {}
+        size = 0
+        for name in (name for run in self._runs for name in run):
+            slices[name] = Slice(size, size := size + tensors[name].numel(), tensors[name].shape)
         self.layout = Layout(size, dtype, device, slices)
         pinned = device.type == "cpu" and any(t.device.type != "cpu" for t in tensors.values())
         self.sum = torch.zeros(size, dtype=dtype, device=device, pin_memory=pinned)
         buffer = max(_BATCH, min(size, _CHUNK))
         self._buffer = torch.empty(buffer, dtype=dtype, device=device, pin_memory=pinned)
-        self._plan = _AddPlan(([], []), ([], []), [], [])
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the tensors of the model out of copies and pickles."""
-        return self.__dict__ | {"_plan": None}
-
-    def views(self) -> Iterator[tuple[str, Tensor]]:
-        """Return the sum of each tensor, by name."""
-        return ((name, where.of(self.sum)) for name, where in self.layout.slices.items())
+        return self.__dict__ | {"_added": {}, "_gathered": [], "_buffered": []}
 
     def bind(self, tensors: Mapping[str, Tensor]) -> None:
         """Work out how to add these tensors to the sum."""
-        plan = _AddPlan(([], []), ([], []), [], [])
-        slices, device = self.layout.slices, self.layout.device
-        flats = {name: self._flat(name, tensors[name]) for name in slices}
-        gathered: set[str] = set()
-        for batch in self._batches if device.type == "cpu" else ():
-            if len(batch) > 1 and all(self._fits(flats[name]) for name in batch):
-                total = self.sum[slices[batch[0]].start : slices[batch[-1]].stop]
-                buffer = self._buffer[: len(total)]
-                plan.gathered.append((total, buffer, [flats[name] for name in batch]))
-                gathered.update(batch)
-        for name, flat in flats.items():
-            where, in_order = slices[name], flat.dim() == 1
-            total = self.sum[where.start : where.stop] if in_order else where.of(self.sum)
-            if name in gathered:
+        self._added: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+        """Parts of the sum, and what to add to them at once."""
+        self._gathered: list[tuple[Tensor, Tensor, list[Tensor]]] = []
+        """Small tensors, gathered in the buffer first: part of the sum, buffer, tensors."""
+        self._buffered: list[tuple[Tensor, Tensor, Tensor]] = []
+        """On another device, or of 8 bits, copied to the buffer first: part, buffer, tensor."""
+        for run in self._runs:
+            members = [tensors[name].detach() for name in run]
+            if len(run) > 1 and self.sum.device.type == "cpu" and all(map(self._fits, members)):
+                part = self.sum[self._span(run)]
+                flat = [tensor.view(-1) for tensor in members]
+                self._gathered.append((part, self._buffer[: len(part)], flat))
                 continue
-            if flat.device == device and flat.itemsize > 1:
-                group = plan.alike if self._fits(flat) else plan.unlike
-                group[0].append(total)
-                group[1].append(flat)
-            elif not in_order:  # it gets a buffer of its own
-                plan.buffered.append((total, torch.empty_like(total), flat))
-            else:
-                for start, stop in self._chunks(0, where.size):
-                    buffer = self._buffer[: stop - start]
-                    plan.buffered.append((total[start:stop], buffer, flat[start:stop]))
-        self._plan = plan
+            for name, tensor in zip(run, members, strict=True):
+                part = self.layout.slices[name].of(self.sum)
+                if tensor.device == part.device and tensor.itemsize > 1:
+                    parts, added = self._added.setdefault(tensor.dtype, ([], []))
+                    parts.append(part)
+                    added.append(tensor)
+                elif not tensor.is_contiguous():  # it gets a buffer of its own
+                    self._buffered.append((part, torch.empty_like(part), tensor))
+                else:
+                    part, tensor = part.view(-1), tensor.view(-1)
+                    for low, high in _chunks(len(part)):
+                        buffer = self._buffer[: high - low]
+                        self._buffered.append((part[low:high], buffer, tensor[low:high]))
 
-    def _flat(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a tensor as one dimension in memory order, if the sum has the same order."""
-        tensor, where = tensor.detach(), self.layout.slices[name]
-        stride = tensor.stride()
-        if stride == where.stride or _order(tensor.shape, stride) == _order(*where[2:]):
-            return tensor.as_strided((where.size,), (1,))
-        return tensor
+    def _fits(self, tensor: Tensor) -> bool:
+        """Whether the sum has the dtype, the device and the order of elements of a tensor."""
+        same = (tensor.dtype, tensor.device) == (self.sum.dtype, self.sum.device)
+        return same and tensor.is_contiguous()
 
-    def _fits(self, flat: Tensor) -> bool:
-        return (flat.dtype, flat.device, flat.dim()) == (self.layout.dtype, self.layout.device, 1)
+    def _span(self, run: Sequence[str]) -> slice:
+        return slice(self.layout.slices[run[0]].start, self.layout.slices[run[-1]].stop)
 
     def add(self, factor: float) -> None:
         """Add the bound tensors, times a factor, to the sum."""
-        plan = self._plan
-        for group in (plan.alike, plan.unlike):
-            if group[0]:
-                torch._foreach_add_(*group, alpha=factor)
-        for total, buffer, flats in plan.gathered:
-            torch.cat(flats, out=buffer)
-            total.add_(buffer, alpha=factor)
-        for total, buffer, part in plan.buffered:
-            total.add_(buffer.copy_(part), alpha=factor)
-
-    def fold(
-        self,
-        old: Block,
-        new: Block | None,
-        total: float,
-        weight: float,
-        carry: float,
-        *,
-        renew_sum: bool,
-    ) -> None:
-        """Write the old mean joined with the sum into a new block, or begin a new sum, or both."""
-        for start, stop in self._chunks(0, len(self.sum)):
-            part = self.sum[start:stop]
-            mean, rest = _joined(old.load(self._index, start, stop), part, total, weight, carry)
-            if new is not None:
-                new.store(self._index, start, mean)
-            if renew_sum:
-                part.copy_(rest)
-
-    def merge(self, old: Block, gone: Block, weight: float, new: Block) -> None:
-        """Join two means, the second with this weight, and write them into a block."""
-        for start, stop in self._chunks(0, len(self.sum)):
-            joint = old.load(self._index, start, stop).mul(1.0 - weight)
-            joint.add_(gone.load(self._index, start, stop), alpha=weight)
-            new.store(self._index, start, joint)
+        for parts, tensors in self._added.values():
+            torch._foreach_add_(parts, tensors, alpha=factor)
+        for part, buffer, small in self._gathered:
+            torch.cat(small, out=buffer)
+            part.add_(buffer, alpha=factor)
+        for part, buffer, tensor in self._buffered:
+            part.add_(buffer.copy_(tensor), alpha=factor)
 
     def write(
         self,
-        summands: Sequence[tuple[float, Block | None]],
+        summands: Sequence[tuple[float, Tensor]],
         into: Mapping[str, Tensor],
         frozen: Mapping[str, Tensor],
     ) -> None:
-        """Write the average into tensors; see `Accumulators.write`. None stands for the sum."""
-        slices = self.layout.slices
-        still = [
-            name
-            for name in slices
-            if name in frozen and self._is_average(summands, name, frozen[name])
-        ]
-        for name in still:
-            into[name].copy_(frozen[name])
-        for batch in self._batches:
-            start, stop = slices[batch[0]].start, slices[batch[-1]].stop
-            values = self._average(summands, start, stop, self._buffer[: stop - start])
-            parts = values.split([slices[name].size for name in batch])  # type: ignore[no-untyped-call]
-            for name, part in zip(batch, parts, strict=True):
-                if name not in still:
-                    into[name].copy_(slices[name].shaped(part))
-        for name in self._large:
-            where, target = slices[name], self._flat(name, into[name])
-            if name in still:
+        """Write the average into tensors; see `Accumulators.write`."""
+        for run in self._runs:
+            if len(run) == 1:
+                self._write_one(summands, run[0], into[run[0]].detach(), frozen.get(run[0]))
                 continue
-            if self._fits(target):
-                self._average(summands, where.start, where.stop, target)
-            elif target.dim() != 1:  # in another order
-                values = torch.empty(where.size, dtype=self.layout.dtype, device=self.layout.device)
-                self._average(summands, where.start, where.stop, values)
-                target.copy_(where.shaped(values))
-            else:
-                for start, stop in self._chunks(where.start, where.stop):
-                    values = self._average(summands, start, stop, self._buffer[: stop - start])
-                    target[start - where.start : stop - where.start].copy_(values)
+            span = self._span(run)
+            sizes = [into[name].numel() for name in run]
+            values = _average(summands, span, self._buffer[: span.stop - span.start])
+            parts = values.split(sizes)  # type: ignore[no-untyped-call]
+            for name, part in zip(run, parts, strict=True):
+                target = into[name]
+                target.copy_(_unless_rounded(part.view(target.shape), frozen.get(name)))
 
-    def _average(
-        self, summands: Sequence[tuple[float, Block | None]], start: int, stop: int, out: Tensor
-    ) -> Tensor:
-        """Write numbers [start, stop) of the average into `out`, and return it."""
-        for low, high in self._chunks(start, stop):
-            part = out[low - start : high - start]
-            for i, (weight, block) in enumerate(summands):
-                values = self.sum[low:high] if block is None else block.load(self._index, low, high)
-                if i:
-                    part.add_(values, alpha=weight)
-                else:
-                    torch.mul(values, weight, out=part)
-        return out
+    def _write_one(
+        self,
+        summands: Sequence[tuple[float, Tensor]],
+        name: str,
+        target: Tensor,
+        present: Tensor | None,
+    ) -> None:
+        """Write the average into one tensor in chunks, directly if possible."""
+        start, stop, shape = self.layout.slices[name]
+        contiguous = target.is_contiguous()
+        flat = target.view(-1) if contiguous else target.new_empty(stop - start)
+        direct = present is None and self._fits(target)
+        for low, high in _chunks(stop - start):
+            out = flat[low:high] if direct else self._buffer[: high - low]
+            values = _average(summands, slice(start + low, start + high), out)
+            if not direct:
+                here = None if present is None else present.reshape(-1)[low:high]
+                flat[low:high] = _unless_rounded(values, here)
+        if not contiguous:
+            target.copy_(flat.view(shape))
 
-    def _is_average(
-        self, summands: Sequence[tuple[float, Block | None]], name: str, tensor: Tensor
-    ) -> bool:
-        """Whether the average of a tensor is what it holds, up to rounding."""
-        where, flat = self.layout.slices[name], self._flat(name, tensor)
-        if flat.dim() != 1:  # in another order
-            flat = torch.empty(where.size, dtype=flat.dtype, device=flat.device)
-            where.shaped(flat).copy_(tensor)
-        return all(
-            _rounds_to(
-                self._average(summands, start, stop, self._buffer[: stop - start]),
-                flat[start - where.start : stop - where.start],
-            )
-            for start, stop in self._chunks(where.start, where.stop)
-        )
 
-    def _chunks(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Return the ranges of numbers that are worked on at a time."""
-        return ((low, min(low + _CHUNK, stop)) for low in range(start, stop, _CHUNK))
+def _average(summands: Sequence[tuple[float, Tensor]], span: slice, out: Tensor) -> Tensor:
+    """Write a span of the weighted sum of flat tensors into `out`, and return it."""
+    for i, (weight, flat) in enumerate(summands):
+        values = flat[span].to(out.device)
+        if i:
+            out.add_(values, alpha=weight)
+        else:
+            torch.mul(values, weight, out=out)
+    return out
+
+
+def _chunks(size: int) -> Iterator[tuple[int, int]]:
+    """Return the ranges of numbers that are worked on at a time."""
+    return ((low, min(low + _CHUNK, size)) for low in range(0, size, _CHUNK))
+
+
+def _unless_rounded(average: Tensor, present: Tensor | None) -> Tensor:
+    """Return the average, with present values where it may be theirs alone, rounded.
+
+    A sum of 256 equal numbers is off by at most 43 times the epsilon, and each mean adds about one.
+    """
+    if present is None:
+        return average
+    numbers = torch.finfo(average.dtype)
+    rtol = _ROUNDING * numbers.eps
+    atol = rtol * numbers.tiny  # of subnormal numbers
+    present = present.to(average)
+    same = torch.isclose(average, present, rtol=rtol, atol=atol, equal_nan=True)
+    return torch.where(same, present, average)
 
 
 def _joined(
@@ -548,29 +476,60 @@ def _joined(
 
 
 def _tensor(what: str, value: Any) -> Tensor:
-    if isinstance(value, Tensor):
-        return value
-    try:
-        if not isinstance(value, np.ndarray | np.generic | list | tuple | int | float | complex):
-            raise TypeError("not a tensor")  # np.asarray would fill memory with a long range
-        array = np.asarray(value)
-        usable = array.flags.writeable and array.flags.aligned  # as torch requires
-        return torch.from_numpy(array if usable else array.copy())
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{what}: expected a tensor, got {type(value).__name__}") from error
+    if isinstance(value, np.ndarray | np.generic):
+        with suppress(TypeError):  # such as dates
+            value = torch.from_numpy(np.require(value, requirements=("ALIGNED", "WRITEABLE")))
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{what}: expected a tensor, got {type(value).__name__}")
+    return value
 
 
-def _rounds_to(average: Tensor, values: Tensor) -> bool:
-    """Whether an average may be that of these values alone, rounded.
+def _checked(
+    what: str, saved: Any, sums: Mapping[str, Tensor], tracking: Tracking
+) -> dict[str, Tensor]:
+    """Return this process's shards of saved tensors by the names of the sums.
 
-    A sum of 256 equal numbers is off by at most 43 times the epsilon, and each mean adds about one.
+    Raises:
+        ValueError: If names, shapes or dtypes differ.
     """
-    numbers = torch.finfo(average.dtype)
-    rtol = _ROUNDING * numbers.eps
-    atol = rtol * numbers.tiny  # of subnormal numbers
-    return torch.allclose(average, values.to(average), rtol=rtol, atol=atol, equal_nan=True)
+    if not isinstance(saved, Mapping) and len(sums) > 1:
+        raise ValueError(f"{what}: expected tensors by name, got {type(saved).__name__}")
+    tensors: dict[str, Tensor] = {}
+    for alias, value in states.named(saved, sums).items():
+        name = tracking.aliases.get(alias, alias)
+        if name in tensors:
+            raise ValueError(
+                f"{what}: {alias}: expected one tensor for {name} and {alias}, which are tied in "
+                "this model, got two"
+            )
+        tensors[name] = _tensor(f"{what}: {alias}", value)
+    if left_out := [name for name in tensors if name in tracking.parameters]:
+        raise ValueError(
+            f"{what}: expected the parameters that are averaged here, got {left_out[0]} as well; "
+            "choose it, or if it is frozen, create the average with trainable_only=False"
+        )
+    check_names(what, tracking.signatures, tensors)
+    for name, view in sums.items():
+        if tensors[name].dtype != view.dtype:
+            raise ValueError(f"{what}: {name}: expected {view.dtype}, got {tensors[name].dtype}")
+    return {name: local(tensor) for name, tensor in tensors.items()}
 
 
-def _order(shape: torch.Size, stride: Sequence[int]) -> list[tuple[int, int]]:
-    """Sizes and strides of the dimensions longer than 1: they decide the order of elements."""
-    return [pair for pair in zip(shape, stride, strict=True) if pair[0] != 1]
+def _storage(
+    offload: Offload | FolderStorage, device: torch.device | None
+) -> MemoryStorage | FolderStorage:
+    """Return the storage for an option; `device` is that of the accumulators, if given."""
+    if isinstance(offload, FolderStorage):  # of an average that moves
+        return offload
+    if offload is None or offload == "cpu":
+        return MemoryStorage(device if offload is None else torch.device("cpu"))
+    if not isinstance(offload, str | os.PathLike):
+        raise TypeError(f'offload: expected None, "cpu" or a folder, got {offload!r}')
+    if isinstance(offload, str):
+        with suppress(RuntimeError):  # if this is no device
+            torch.device(offload.lower() or "cpu")
+            raise ValueError(
+                f'offload: expected None, "cpu" or a folder, got {offload!r}; a folder of that '
+                f'name is "./{offload}"'
+            )
+    return FolderStorage(offload)

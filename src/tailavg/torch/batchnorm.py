@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.hooks import RemovableHandle
 
 from tailavg.core.windows import AnyWindow, Fixed, Window, as_window
 
@@ -33,14 +34,10 @@ def convert_tail_batchnorm(model: nn.Module, window: AnyWindow) -> nn.Module:
     autocast does: in 16 bits, an average over hundreds of batches stops moving. A `momentum` that
     is a number is ignored; `None` keeps torch's meaning, the plain mean, as `update_bn` needs it.
 
-    The modules remain the same objects; only their class changes, as with torch's lazy modules.
-    Converting a converted model changes the window. Modules that track no statistics are left
-    alone, and so are, with a warning, subclasses that are not torch's own and lazy modules that
-    have not seen a batch. Call `SyncBatchNorm.convert_sync_batchnorm` before, if you need it.
-
-    Args:
-        model: Any module, including a BatchNorm itself.
-        window: A window or a number, as in `tailavg.TailAverage`.
+    The modules remain the same objects; only their class changes. Converting a converted model
+    changes the window. Modules that track no statistics are left alone, and so are, with a warning,
+    subclasses that are not torch's own and lazy modules that have not seen a batch. Call
+    `SyncBatchNorm.convert_sync_batchnorm` before, if you need it.
 
     Returns:
         The same model.
@@ -80,9 +77,6 @@ def revert_batchnorm(model: nn.Module) -> nn.Module:
     A converted model can be traced, scripted, exported and compiled. Revert it, or a copy, for
     tools that know only torch's own classes, such as `torch.ao.quantization.fuse_modules`, and to
     pickle it for a process without this library.
-
-    Args:
-        model: Any module, including a BatchNorm itself.
 
     Returns:
         The same model.
@@ -144,23 +138,16 @@ def recompute_batchnorm(
             f"model: expected a torch.nn.Module, got {type(model).__name__}; the model comes "
             "first, recompute_batchnorm(model, loader), unlike in torch's update_bn(loader, model)"
         )
-    norms = [module for module in model.modules() if _has_statistics(module)]
+    norms = [_Statistics(module, weighted) for module in model.modules() if _has_statistics(module)]
     if not norms:
         return
-    device = norms[0].running_mean.device
-    buffers = [list(module.buffers(recurse=False)) for module in norms]
-    kept = [[buffer.clone() for buffer in own] for own in buffers]
-    momenta = [module.momentum for module in norms]
+    device = norms[0].module.running_mean.device
     training = [(module, module.training) for module in model.modules()]
-    sums = [_Sums(weighted) for _ in norms]
-    hooks = []
     batches = 0
     try:
         model.train()
-        for module, own_sums in zip(norms, sums, strict=True):
-            module.reset_running_stats()
-            module.momentum = 1.0  # its statistics are those of the last batch alone
-            hooks.append(module.register_forward_hook(own_sums, prepend=True))
+        for norm in norms:
+            norm.start()
         # uncompiled, since compiled code would not call the hooks
         with _random_state(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             for batch in loader:
@@ -169,42 +156,48 @@ def recompute_batchnorm(
                 else:
                     call(model, batch)
                 batches += 1
-        if not any(own_sums.batches for own_sums in sums):
+        if not any(norm.batches for norm in norms):
             got = f"{batches} that brought none to a BatchNorm in training mode"
             raise ValueError(
                 "loader: expected at least one batch with data, got "
                 f"{got if batches else 'none (is it an exhausted iterator?)'}; "
                 "the statistics are unchanged"
             )
-        for module, own, old, own_sums in zip(norms, buffers, kept, sums, strict=True):
-            if own_sums.batches:
-                own_sums.write(module)
-            else:
-                torch._foreach_copy_(own, old)
+        for norm in norms:
+            norm.write()
     except BaseException:
-        for own, old in zip(buffers, kept, strict=True):
-            torch._foreach_copy_(own, old)
+        for norm in norms:
+            norm.restore()
         raise
     finally:
-        for hook in hooks:
-            hook.remove()
-        for module, momentum in zip(norms, momenta, strict=True):
-            module.momentum = momentum
+        for norm in norms:
+            norm.stop()
         for each, flag in training:
             each.training = flag
 
 
-class _Sums:
-    """A forward hook that adds up the statistics of the batches that a BatchNorm gets."""
+class _Statistics:
+    """The statistics of the batches that a BatchNorm gets, from a forward hook."""
 
-    def __init__(self, weighted: bool) -> None:
-        self.weighted = weighted
+    def __init__(self, module: _WithStatistics, weighted: bool) -> None:
+        self.module = module
         self.batches = 0
-        self.total = 0  # of elements if weighted, otherwise of batches
-        self.mean: Any = 0.0
-        self.squares: Any = 0.0
+        self._weighted = weighted
+        self._total = 0  # of elements if weighted, otherwise of batches
+        self._mean: Any = 0.0
+        self._squares: Any = 0.0
+        self._buffers = list(module.buffers(recurse=False))
+        self._saved = [buffer.clone() for buffer in self._buffers]
+        self._momentum = module.momentum
+        self._hook: RemovableHandle | None = None
 
-    def __call__(self, module: _WithStatistics, _: object, output: Tensor) -> None:
+    def start(self) -> None:
+        """Let the module compute the statistics of the last batch alone, and add them up."""
+        self.module.reset_running_stats()
+        self.module.momentum = 1.0
+        self._hook = self.module.register_forward_hook(self._add, prepend=True)
+
+    def _add(self, module: _WithStatistics, _: object, output: Tensor) -> None:
         """Add the statistics of the batch, which are now those of the module."""
         if not module.training:
             return
@@ -219,50 +212,61 @@ class _Sums:
         # in double precision, where the device has it
         wide = torch.float32 if output.is_mps else torch.float64
         mean, var = module.running_mean.to(wide), module.running_var.to(wide)
-        before, new = self.total, elements if self.weighted else 1
-        self.total += new
+        before, new = self._total, elements if self._weighted else 1
+        self._total += new
         self.batches += 1
-        apart = mean - self.mean
-        self.mean = self.mean + apart * (new / self.total)
-        if self.weighted:  # Chan's formula: within this batch, and between it and those before
-            var = var * (new - 1) + apart.square() * (before * new / self.total)
-        self.squares = self.squares + var
+        apart = mean - self._mean
+        self._mean = self._mean + apart * (new / self._total)
+        if self._weighted:  # Chan's formula: within this batch, and between it and those before
+            var = var * (new - 1) + apart.square() * (before * new / self._total)
+        self._squares = self._squares + var
 
-    def write(self, module: _WithStatistics) -> None:
-        """Give the module the statistics of all batches."""
-        module.running_mean.copy_(self.mean)
-        module.running_var.copy_(self.squares / (self.total - self.weighted))
-        module.num_batches_tracked.fill_(self.batches)
+    def write(self) -> None:
+        """Give the module the statistics of all batches; its own if none reached it."""
+        if not self.batches:
+            self.restore()
+            return
+        self.module.running_mean.copy_(self._mean)
+        self.module.running_var.copy_(self._squares / (self._total - self._weighted))
+        self.module.num_batches_tracked.fill_(self.batches)
+
+    def restore(self) -> None:
+        """Give the module its own statistics back."""
+        torch._foreach_copy_(self._buffers, self._saved)
+
+    def stop(self) -> None:
+        """Remove the hook, and give the module its momentum back."""
+        if self._hook is not None:
+            self._hook.remove()
+        self.module.momentum = self._momentum
 
 
 @contextmanager
 def _random_state(model: nn.Module) -> Iterator[None]:
     """Put torch's random state back at the end: that of the CPU and of the model's devices."""
-    devices = {each.device for each in (*model.parameters(), *model.buffers())}
-    # the one of MPS goes by no number
-    places = [
-        (torch.get_device_module(at), () if at.type == "mps" else (at,))
-        for at in devices
-        if at.type not in ("cpu", "meta")
-    ]
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     with torch.random.fork_rng([]):
-        states = [place.get_rng_state(*at) for place, at in places]
+        states = []
+        for device in devices:
+            if device.type not in ("cpu", "meta"):
+                generators = torch.get_device_module(device)
+                number = () if device.type == "mps" else (device,)
+                states.append((generators, generators.get_rng_state(*number), number))
         try:
             yield
         finally:
-            for (place, at), state in zip(places, states, strict=True):
-                place.set_rng_state(state, *at)
+            for generators, state, number in states:
+                generators.set_rng_state(state, *number)
 
 
 def _run(model: nn.Module, batch: Any, device: torch.device) -> None:
+    def moved(value: Any) -> Any:
+        return value.to(device) if hasattr(value, "to") else value
+
     if isinstance(batch, Mapping):
-        model(**{name: _moved(value, device) for name, value in batch.items()})
+        model(**{name: moved(value) for name, value in batch.items()})
     else:
-        model(_moved(batch[0] if isinstance(batch, tuple | list) else batch, device))
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    return value.to(device) if hasattr(value, "to") else value
+        model(moved(batch[0] if isinstance(batch, tuple | list) else batch))
 
 
 def _steps(window: Window) -> tuple[float, float, float]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tailavg.io.files import whole_file
 from tailavg.io.tensors import NAMES
+from tailavg.torch.storage import dtype_name
 
 __all__ = ["write_safetensors"]
 
@@ -44,7 +45,7 @@ def _check(name: str, tensor: Any) -> None:
         problem = "is on the meta device"
     elif tensor.layout is not torch.strided:
         problem = f"has layout {tensor.layout}"
-    elif str(tensor.dtype).removeprefix("torch.") not in NAMES:
+    elif dtype_name(tensor.dtype) not in NAMES:
         problem = f"has dtype {tensor.dtype}"
     else:
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,15 +13,13 @@ from torch.nn import Module
 
 from tailavg.core.rules import AnyTail, Rule, as_rule
 from tailavg.core.windows import AnyWindow
-from tailavg.torch.accumulators import Accumulators
-from tailavg.torch.storage import MemoryStorage, Offload
+from tailavg.torch.accumulators import Accumulators, Offload
+from tailavg.torch.storage import MemoryStorage
 from tailavg.torch.swap import SavedWeights
 from tailavg.torch.tracking import Buffers, Tracking, is_sharded, outside_autograd, unwrap
 from tailavg.torch.updates import CountedUpdates
 
 __all__ = ["AveragedModel"]
-
-Device = torch.device | str | int | None
 
 
 class AveragedModel(CountedUpdates, Module):
@@ -35,13 +33,13 @@ class AveragedModel(CountedUpdates, Module):
     Args:
         model: The model to copy. Sharded models cannot be copied: use `ParameterAverage`.
         rule: A number, a window or a rule with a window, as in `ParameterAverage`.
-        device: Where to keep the copy and the accumulators; by default with the model. In second
-            place, as in torch, it must be a string or a `torch.device`: an int there is a rule.
+        device: Where to keep the copy and the accumulators; by default with the model.
         use_buffers: Torch's name for `buffers="average"`, and if False, for not doing so.
         buffers: `"copy"`: the copy has the buffers of the model at the last update; `"average"`:
             floating point buffers are averaged as well; `"skip"`: it keeps those that it has.
         update_every: Count only every n-th call of `update_parameters`.
         offload: Where to keep all of the average but its sum, as in `ParameterAverage`.
+        avg_fn, multi_avg_fn: Torch's functions, which the rule replaces: an error says by which.
 
     Examples:
         >>> model = torch.nn.Linear(1, 1, bias=False)
@@ -57,47 +55,28 @@ class AveragedModel(CountedUpdates, Module):
     module: Module
     _update_call = "update_parameters(model) after each step"
 
-    @overload
-    def __init__(
-        self,
-        model: Module,
-        rule: AnyWindow | Rule,
-        device: Device = None,
-        use_buffers: bool | None = None,
-        *,
-        buffers: Buffers | None = None,
-        update_every: int = 1,
-        offload: Offload = None,
-    ) -> None: ...
-
-    @overload
-    def __init__(
-        self,
-        model: Module,
-        device: torch.device | str | None,
-        *,
-        rule: AnyWindow | Rule,
-        use_buffers: bool | None = None,
-        buffers: Buffers | None = None,
-        update_every: int = 1,
-        offload: Offload = None,
-    ) -> None: ...
-
-    def __init__(self, model: Module, *args: Any, **options: Any) -> None:
-        super().__init__()
-        self._set_up(model, **_by_name(args, options))
-
     @outside_autograd
-    def _set_up(
+    def __init__(
         self,
         model: Module,
-        rule: AnyWindow | Rule,
-        device: Device = None,
+        rule: AnyWindow | Rule | None = None,
+        device: torch.device | str | int | None = None,
         use_buffers: bool | None = None,
+        *,
         buffers: Buffers | None = None,
         update_every: int = 1,
         offload: Offload = None,
+        avg_fn: None = None,
+        multi_avg_fn: None = None,
     ) -> None:
+        super().__init__()
+        if rule is None or avg_fn is not None or multi_avg_fn is not None:
+            raise TypeError(
+                "AveragedModel needs a rule in place of torch's functions, as in "
+                "AveragedModel(model, 0.25): for get_ema_avg_fn(decay), rule=Exponential(k) with "
+                "k = (1 + decay) / (1 - decay), so Exponential(1999) for 0.999; for the equal "
+                "average of get_swa_avg_fn(), rule=1.0"
+            )
         rule = as_rule(rule)
         if isinstance(rule, AnyTail):
             raise TypeError(
@@ -118,15 +97,13 @@ class AveragedModel(CountedUpdates, Module):
             )
         self.use_buffers = buffers == "average"
         self._count_calls(update_every)
-        self._options: dict[str, Any] = {"buffers": buffers}
-        Tracking(model, **self._options)  # refuses shared memory, which a copy does not show
+        Tracking(model, buffers=buffers)  # refuses shared memory, which a copy does not show
         module = deepcopy(unwrap(model))
         if device is not None:
             module.to(device)
-        self._target = Tracking(module, **self._options)
+        self._target = Tracking(module, buffers=buffers)
         self._accumulators = Accumulators(rule, self._target.locals, torch.float32, device, offload)
         self._source: Tracking | None = None
-        self._path: list[str] = []  # to the source, inside of wrappers
         self._shown = 0  # the count at which the module got the average
         self._not_averaged: dict[str, Tensor] = {}  # values to copy into the module then
         self.module = module
@@ -142,9 +119,9 @@ class AveragedModel(CountedUpdates, Module):
         if self._skips_call():
             return
         source = self._source
-        if source is None or source.module is not self._inside(model) or not source.is_current():
+        if source is None or source.module is not unwrap(model) or not source.is_current():
             source = self._bind(model)
-        copied = self._copied(source)
+        copied = source.parameters | source.output_buffers
 
         def finish() -> None:
             self._not_averaged = {name: tensor.clone() for name, tensor in copied.items()}
@@ -155,20 +132,7 @@ class AveragedModel(CountedUpdates, Module):
     def _bind(self, model: Module) -> Tracking:
         """Take samples from this model from now on."""
         self._target.refresh(self._move)
-        path: list[str] = []
-        inside = unwrap(model)
-        refusal: ValueError | None = None
-        while True:
-            try:
-                source = self._target.of(inside, self._options)
-                break
-            except ValueError as error:
-                refusal = refusal or error
-                name, part = _wrapped(inside)
-                if part is None:
-                    raise refusal from None
-                path.append(name)
-                inside = unwrap(part)
+        source = self._target.of(model)
         if source.apart:
             alias, name, _ = source.apart[0]
             raise ValueError(
@@ -177,22 +141,8 @@ class AveragedModel(CountedUpdates, Module):
             )
         self._source = None  # until all tensors are bound
         self._accumulators.bind(source.locals)
-        self._path = path
         self._source = source
         return source
-
-    def _inside(self, model: Module) -> Module | None:
-        """What the path leads to in a model."""
-        inside: Module | None = unwrap(model)
-        for name in self._path:
-            part = None if inside is None else inside._modules.get(name)
-            inside = None if part is None else unwrap(part)
-        return inside
-
-    def _copied(self, tracking: Tracking) -> dict[str, Tensor]:
-        """The tensors that follow the model and are not averaged."""
-        skip = self._options["buffers"] == "skip"
-        return tracking.parameters | ({} if skip else tracking.buffers)
 
     @outside_autograd
     def _catch_up(self) -> None:
@@ -204,7 +154,7 @@ class AveragedModel(CountedUpdates, Module):
         frozen = source.frozen() if source is not None and source.is_current() else {}
         self._target.refresh(self._move)
         self._accumulators.write(self._accumulators.clock.terms(), self._target.locals, frozen)
-        mine = self._copied(self._target)
+        mine = self._target.tensors
         for name, value in self._not_averaged.items():
             mine[name].copy_(value)
         self._shown = self.count
@@ -239,7 +189,7 @@ class AveragedModel(CountedUpdates, Module):
 
     def get_extra_state(self) -> dict[str, Any]:
         """The state of the average, in the layout of `tailavg.io.state`."""
-        return self._accumulators.state_dict()
+        return self._accumulators.state_dict(self._target.averaged)
 
     @outside_autograd
     def set_extra_state(self, state: Any) -> None:
@@ -270,26 +220,20 @@ class AveragedModel(CountedUpdates, Module):
         if self._accumulators.whole:
             self._catch_up()  # so that all that may have to be put back is in the module
         self._target.refresh()
-        accumulators, target = self._accumulators, self._target
-        resume = accumulators.loaded(state_dict["_extra_state"], target)
+        resume = self._accumulators.loaded(state_dict["_extra_state"], self._target)
         weights = OrderedDict(state_dict)
         weights["_extra_state"] = None  # later
         if "n_averaged" in weights:
             weights["n_averaged"] = self.n_averaged.clone()
         if hasattr(state_dict, "_metadata"):  # the versions of modules
             weights._metadata = state_dict._metadata  # type: ignore[attr-defined]
-        tensors = target.averaged | target.parameters | target.buffers
-        saved = SavedWeights(target, tensors, MemoryStorage(None))
-        whole, accumulators.whole = accumulators.whole, False
-        loaded = False
+        saved = SavedWeights(self._target, self._target.tensors, MemoryStorage(None))
         try:
             keys = super().load_state_dict(weights, strict, assign)
-            target.refresh()
-            loaded, accumulators.whole = True, whole
-            resume()  # which says by itself whether it left all as it was
+            self._target.refresh()
+            resume()
         except BaseException:
             saved.restore()
-            accumulators.whole = accumulators.whole if loaded else whole
             raise
         self._shown = self.count
         self.n_averaged.fill_(self.count)
@@ -315,38 +259,3 @@ class AveragedModel(CountedUpdates, Module):
         """Leave the model of the last update out of copies and pickles."""
         self._catch_up()
         return self.__dict__ | {"_source": None}
-
-
-def _by_name(args: tuple[Any, ...], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of an averaged model, in its own order or in torch's."""
-    as_torch = bool(args) and (args[0] is None or isinstance(args[0], str | torch.device))
-    names = ["device", "avg_fn", "multi_avg_fn"] if as_torch else ["rule", "device"]
-    names.append("use_buffers")
-    given = dict(zip(names, args, strict=False))
-    if len(args) > len(names):
-        raise TypeError(f"expected at most model, {', '.join(names)} by position, got more")
-    if twice := [name for name in given if name in options]:
-        raise TypeError(f"{twice[0]}: given by position and by name; a device index needs device=…")
-    given |= options
-    for name in ("avg_fn", "multi_avg_fn"):
-        if given.pop(name, None) is not None:
-            raise TypeError(
-                f"{name}: pass a rule instead: for get_ema_{name}(decay), rule=Exponential(k) with "
-                "k = (1 + decay) / (1 - decay), so Exponential(1999) for 0.999; for the equal "
-                "average of get_swa_avg_fn(), rule=1.0"
-            )
-    if given.get("rule") is None:
-        raise TypeError(
-            "rule: expected a number, a window or a rule, as in AveragedModel(model, 0.25) or "
-            "AveragedModel(model, device, rule=0.25), got none; the equal average of torch's "
-            "class is rule=1.0"
-        )
-    return given
-
-
-def _wrapped(module: Module) -> tuple[str, Module | None]:
-    """The only part of a module that has tensors, and its name; None if there is no such part."""
-    names = {name.partition(".")[0] for name, _ in module.named_parameters()}
-    names |= {name.partition(".")[0] for name, _ in module.named_buffers()}
-    name = names.pop() if len(names) == 1 else ""
-    return name, module._modules.get(name)

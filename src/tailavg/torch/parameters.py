@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -18,9 +18,8 @@ from tailavg.core.decay import Reading
 from tailavg.core.rules import AnyTail, Rule, as_rule
 from tailavg.core.windows import AnyWindow
 from tailavg.io.state import read, write_folder
-from tailavg.torch.accumulators import Accumulators
+from tailavg.torch.accumulators import Accumulators, Offload, Terms
 from tailavg.torch.export import write_safetensors
-from tailavg.torch.storage import Offload
 from tailavg.torch.swap import SavedWeights
 from tailavg.torch.tracking import (
     Buffers,
@@ -64,13 +63,12 @@ class ParameterAverage(CountedUpdates):
 
     Call `update()` after each step of the optimizer, or `attach` it once; evaluate inside
     `average_parameters()`. The model is not copied. The average holds the accumulators of the rule
-    (three for an `AnytimeWindow`) and one sum, and a copy of the weights during a swap. With
-    `offload` all but the sum is elsewhere.
+    (three for an `AnytimeWindow`) and one sum, and a copy of the weights during a swap.
 
     Args:
         model: A module, pairs of names and tensors, or tensors alone, which go by their order. DDP,
             `torch.compile` and activation checkpointing are seen through. Tied parameters, by name
-            or by memory, are kept once. Frozen ones come out as they are, to the bit.
+            or by memory, are kept once.
         rule: A number (an int n for the last n updates, a float in (0, 1] for the last fraction of
             them), a window or a rule.
         dtype: The lowest precision of the accumulators; those of float64 parameters are float64.
@@ -81,13 +79,12 @@ class ParameterAverage(CountedUpdates):
             `"average"`: floating point buffers are averaged like parameters; `"skip"`: swaps and
             `copy_to` leave buffers alone.
         trainable_only: Whether to leave out parameters that are frozen (`requires_grad` is False)
-            when the average is created. They take no memory, and outputs have them unchanged from
-            the model. If one is trained later, the next update raises an error.
+            when the average is created. Outputs have them unchanged from the model. If one is
+            trained later, the next update raises an error.
         update_every: Count only every n-th call of `update`. The window is in counted updates.
         start_after: Ignore so many calls of `update` at first; `update_every` applies to the rest.
-        offload: Where to keep all but the sum, which alone is touched by every update, and the
-            weights during a swap: `"cpu"` for main memory, or a folder for files in it. Not even a
-            bit of any result depends on it.
+        offload: Where to keep all but the sum: `"cpu"` for main memory, or a folder for files in
+            it. Results are bit-identical either way.
 
     Examples:
         >>> model = torch.nn.Linear(1, 1, bias=False)
@@ -123,13 +120,9 @@ class ParameterAverage(CountedUpdates):
     ) -> None:
         rule = as_rule(rule)
         self._count_calls(update_every, start_after)
-        self._options: dict[str, Any] = {
-            "include": include,
-            "exclude": exclude,
-            "buffers": buffers,
-            "trainable_only": trainable_only,
-        }
-        self._tracking = Tracking(model, **self._options)
+        self._tracking = Tracking(
+            model, include=include, exclude=exclude, buffers=buffers, trainable_only=trainable_only
+        )
         if not self._tracking.averaged:
             raise ValueError(
                 "expected at least one floating point tensor to average, got none; include and "
@@ -150,7 +143,7 @@ class ParameterAverage(CountedUpdates):
 
     @outside_autograd
     def _add(self) -> None:
-        self._look_again()
+        self._tracking.refresh(self._accumulators.bind)
         self._accumulators.add()
 
     def attach(self, optimizer: Optimizer) -> RemovableHandle:
@@ -217,11 +210,12 @@ class ParameterAverage(CountedUpdates):
         self._require_training_weights("average_parameters")
         terms = self._accumulators.clock.terms(window)
         try:
-            self._save_weights()
+            self.store()
             self._write(terms)
             yield
         finally:
-            self._restore_weights()
+            if self._saved is not None:
+                self.restore()
 
     def select_tail(
         self,
@@ -279,33 +273,24 @@ class ParameterAverage(CountedUpdates):
                 return Selection(window, score, scores)
         raise ValueError(f"best: expected a function that picks one of {finite}, got {score!r}")
 
+    @outside_autograd
     def store(self) -> None:
         """Save the parameters until `restore`, so that `copy_to()` may overwrite them."""
         self._require_training_weights("store")
-        self._save_weights()
+        self._tracking.refresh(self._accumulators.bind)
+        tensors = self._tracking.averaged | self._tracking.output_buffers
+        self._saved = SavedWeights(self._tracking, tensors, self._accumulators.storage)
 
+    @outside_autograd
     def restore(self) -> None:
         """Give the model back the parameters that `store` saved."""
         if self._saved is None:
             raise RuntimeError("restore: nothing is stored; call store() first")
-        self._restore_weights()
+        self._saved.restore()
+        self._saved = None
 
     @outside_autograd
-    def _save_weights(self) -> None:
-        self._look_again()
-        tensors = dict(self._tracking.averaged)
-        if self._options["buffers"] != "skip":
-            tensors |= self._tracking.buffers
-        self._saved = SavedWeights(self._tracking, tensors, self._accumulators.storage)
-
-    @outside_autograd
-    def _restore_weights(self) -> None:
-        if self._saved is not None:
-            self._saved.restore()
-            self._saved = None
-
-    @outside_autograd
-    def _write(self, terms: Sequence[tuple[float, int]]) -> None:
+    def _write(self, terms: Terms) -> None:
         """Write the average with these terms into the model."""
         self._accumulators.write(terms, self._tracking.locals, self._tracking.frozen())
 
@@ -318,19 +303,15 @@ class ParameterAverage(CountedUpdates):
         """
         self._require_an_update("copy_to")
         terms = self._accumulators.clock.terms(window)
-        self._look_again()
-        mine = self._tracking
+        self._tracking.refresh(self._accumulators.bind)
         if model is None:
             self._write(terms)
             return
-        other = mine.of(model, self._options)
-        rest = dict(mine.parameters)
-        if self._options["buffers"] != "skip":
-            rest |= mine.buffers
-        into = {**other.averaged, **other.parameters, **other.buffers}
-        into = {name: into[name] for name in (*mine.averaged, *rest)}
-        names: dict[int, str] = {}
+        mine, other = self._tracking, self._tracking.of(model)
+        copied = mine.parameters | mine.output_buffers
+        into = {name: other.tensors[name] for name in (*mine.averaged, *copied)}
         apart = [(name, tensor) for _, name, tensor in other.apart if name in into]
+        names: dict[int, str] = {}
         for name, tensor in (*into.items(), *apart):
             first = names.setdefault(id(tensor), name)
             if first != name:
@@ -339,7 +320,7 @@ class ParameterAverage(CountedUpdates):
                     "averaged one, so it cannot hold both averages; clone() one of them"
                 )
         self._accumulators.write(terms, other.locals, mine.frozen())
-        for name, tensor in rest.items():
+        for name, tensor in copied.items():
             local(into[name]).copy_(local(tensor))
         for name, tensor in apart:
             local(tensor).copy_(local(into[name]))
@@ -357,36 +338,31 @@ class ParameterAverage(CountedUpdates):
         """
         self._require_an_update("averaged_state_dict")
         terms = self._accumulators.clock.terms(window)
-        self._look_again()
+        self._tracking.refresh(self._accumulators.bind)
         tracking = self._tracking
 
         def kind(tensor: Tensor) -> torch.dtype:
             return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
-        averages = {
+        shards = {
             name: torch.empty_like(tensor, dtype=kind(tensor), requires_grad=False)
             for name, tensor in tracking.locals.items()
         }
-        self._accumulators.write(terms, averages, tracking.frozen())
-        made = {
-            id(tensor): sharded_like(averages[name], tensor)
-            for name, tensor in tracking.averaged.items()
-        }
-        for name, twin in tracking.twins:
-            if name in tracking.averaged:
-                made[id(twin)] = made[id(tracking.averaged[name])]
-        others = [*(tracking.parameters | tracking.buffers).values()]
-        known = {id(tensor) for tensor in (*others, *(twin for _, twin in tracking.twins))}
+        self._accumulators.write(terms, shards, tracking.frozen())
+        averages = {name: sharded_like(shards[name], x) for name, x in tracking.averaged.items()}
+        made: dict[int, Tensor] = {}  # the output for each tensor of the model
+        for name, average in averages.items():
+            made |= {id(tensor): average for tensor in tracking.objects[name]}
+        known = {id(tensor) for tensors in tracking.objects.values() for tensor in tensors}
         state = tracking.state_dict()
         for key, value in state.items():
             if not isinstance(value, Tensor):
                 continue
             name = tracking.aliases.get(key, "")
-            if id(value) in made or name not in tracking.averaged:
-                tensor = value
-            else:  # a hook returned another tensor: go by the name
-                tensor = tracking.averaged[name]
-            if id(tensor) not in made:
+            if id(value) not in made and name in averages:  # a hook returned another tensor
+                state[key] = averages[name]
+                continue
+            if id(value) not in made:
                 made_by_hook = not name and id(value) not in known and value.is_floating_point()
                 if made_by_hook and not key.endswith("_extra_state"):
                     raise ValueError(
@@ -394,8 +370,8 @@ class ParameterAverage(CountedUpdates):
                         "made from them by state_dict(); call model.state_dict() inside "
                         "average_parameters() instead"
                     )
-                made[id(tensor)] = value.detach().to(kind(value), copy=True)
-            state[key] = made[id(tensor)]
+                made[id(value)] = value.detach().to(kind(value), copy=True)
+            state[key] = made[id(value)]
         return state
 
     def full_state_dict(
@@ -438,7 +414,7 @@ class ParameterAverage(CountedUpdates):
         `torch.distributed.checkpoint` all handle it.
         """
         self._require_training_weights("state_dict")
-        self._look_again()
+        self._tracking.refresh(self._accumulators.bind)
         return self._accumulators.state_dict(self._tracking.averaged)
 
     @outside_autograd
@@ -450,9 +426,8 @@ class ParameterAverage(CountedUpdates):
                 which, and nothing changes.
         """
         self._require_training_weights("load_state_dict")
-        self._look_again()
-        resume = self._accumulators.loaded(state, self._tracking)
-        resume()
+        self._tracking.refresh(self._accumulators.bind)
+        self._accumulators.loaded(state, self._tracking)()
 
     @outside_autograd
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -466,11 +441,16 @@ class ParameterAverage(CountedUpdates):
         Raises:
             TypeError: If the model is sharded; `torch.distributed.checkpoint` saves `state_dict()`.
         """
+
+        def as_array(tensor: Tensor) -> npt.NDArray[Any]:
+            array: npt.NDArray[Any] = tensor.detach().cpu().numpy()
+            return array
+
         if any(map(is_sharded, self._tracking.averaged.values())):
             raise TypeError(
                 "save: the model is sharded; save state_dict() with torch.distributed.checkpoint"
             )
-        write_folder(path, self.state_dict(), _in_main_memory, self._accumulators.files())
+        write_folder(path, self.state_dict(), as_array, self._accumulators.files())
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Resume from what `save` wrote, or NumPy's `TailAverage.save`.
@@ -493,9 +473,8 @@ class ParameterAverage(CountedUpdates):
         self._require_training_weights("to")
         if isinstance(device, torch.dtype):
             device, dtype = None, device
-        accumulators = self._accumulators
-        place = accumulators.device if device is None else device
-        self._accumulators = accumulators.to(place, self._tracking.locals, dtype)
+        device = self._accumulators.device if device is None else device
+        self._accumulators = self._accumulators.to(device, self._tracking.locals, dtype)
         return self
 
     def __repr__(self) -> str:
@@ -507,18 +486,9 @@ class ParameterAverage(CountedUpdates):
         self._require_training_weights("copy")  # a copy could not tell whose they are
         return self.__dict__
 
-    def _look_again(self) -> None:
-        """Find replaced parameters."""
-        self._tracking.refresh(self._accumulators.bind)
-
     def _require_training_weights(self, call: str) -> None:
         if self._saved is not None:
             raise RuntimeError(
                 f"{call}: the training weights are put aside; leave average_parameters() or call "
                 "restore() first"
             )
-
-
-def _in_main_memory(tensor: Tensor) -> npt.NDArray[Any]:
-    array: npt.NDArray[Any] = tensor.detach().cpu().numpy()
-    return array

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
-from tailavg.torch.storage import Storage
+from tailavg.torch.folder import FolderStorage
+from tailavg.torch.storage import MemoryStorage
 from tailavg.torch.tracking import Tracking, local
 
 __all__ = ["SavedWeights"]
@@ -24,17 +26,25 @@ class SavedWeights:
         storage: Where to keep the copies.
     """
 
-    def __init__(self, tracking: Tracking, tensors: Mapping[str, Tensor], storage: Storage) -> None:
+    def __init__(
+        self,
+        tracking: Tracking,
+        tensors: Mapping[str, Tensor],
+        storage: MemoryStorage | FolderStorage,
+    ) -> None:
         self._tracking = tracking
-        self._slots = [(slots, dict(slots)) for slots in tracking.slots()]
+        self._slots = [(slots, dict(slots)) for slots in tracking.slots if slots]
         memory = {name: local(tensor).detach() for name, tensor in tensors.items()}
-        twins = [(name, twin) for name, twin in tracking.twins if name in tensors]
-        self._tensors = [(tensor, memory[name]) for name, tensor in (*tensors.items(), *twins)]
-        self._write_back = storage.save(list(memory.values()))
+        self._tensors = [
+            (tensor, memory[name]) for name in memory for tensor in tracking.objects[name]
+        ]
+        self._memory = list(memory.values())
+        self._copies = storage.copies(self._memory)
 
     def restore(self) -> None:
         """Write all values back, also into tensors that were replaced or moved meanwhile."""
-        self._write_back()
+        if self._memory:
+            torch._foreach_copy_(self._memory, self._copies)
         self._tracking.reshard()
         for slots, saved in self._slots:
             for name, tensor in saved.items():

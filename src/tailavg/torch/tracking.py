@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from fnmatch import fnmatchcase
-from functools import lru_cache
-from itertools import chain
-from operator import attrgetter
+from itertools import chain, combinations
+from operator import attrgetter, is_
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -49,7 +49,7 @@ def outside_autograd(call: Call) -> Call:
 
 
 def unwrap(model: Module) -> Module:
-    """The module inside DDP, DataParallel and torch.compile wrappers."""
+    """Return the module inside DDP, DataParallel and torch.compile wrappers."""
     compiled = _imported("torch._dynamo", "OptimizedModule")
     while True:
         if isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
@@ -62,7 +62,7 @@ def unwrap(model: Module) -> Module:
 
 
 def _imported(module: str, name: str) -> Any:
-    """A class for isinstance; () if its module is not imported, since then it has no instances."""
+    """Return a class for isinstance; () if its module is not imported: then it has no instances."""
     return getattr(sys.modules.get(module), name, ())
 
 
@@ -72,7 +72,7 @@ def is_sharded(tensor: Any) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This process's shard of a DTensor; any other tensor unchanged."""
+    """Return this process's shard of a DTensor, and any other tensor unchanged."""
     return tensor._local_tensor if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
@@ -82,7 +82,7 @@ def is_frozen(tensor: Tensor) -> bool:
 
 
 def sharded_like(shard: Tensor, like: Tensor) -> Tensor:
-    """The DTensor that a shard belongs to, if `like` is a DTensor; otherwise the shard."""
+    """Return the DTensor that a shard belongs to if `like` is one, otherwise the shard."""
     if not is_sharded(like):
         return shard
     whole: Any = like
@@ -98,7 +98,7 @@ def sharded_like(shard: Tensor, like: Tensor) -> Tensor:
 
 
 def _alone(view: Tensor) -> Tensor:
-    """The same memory as a storage of its own: a DTensor over a part of one cannot be saved."""
+    """Return the same memory as a storage of its own: otherwise a DTensor cannot be saved."""
     start, size = view.storage_offset() * view.itemsize, view.numel() * view.itemsize
     if not start:
         return view
@@ -107,7 +107,7 @@ def _alone(view: Tensor) -> Tensor:
 
 
 def _walk(module: Module, prefix: str = "") -> Iterator[tuple[str, Module]]:
-    """Every module with its prefix, unwrapped; shared modules appear once for each name."""
+    """Yield every module with its prefix, unwrapped; shared modules once for each name."""
     module = unwrap(module)
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError(
@@ -135,39 +135,22 @@ def _leaves_out(state: Mapping[str, Any], name: str, child: Module) -> bool:
     )
 
 
-def _patterns(option: str, choice: Choice) -> list[str] | Callable[[str], bool] | None:
-    """Return a function of a name, or glob patterns, as they are given for an option."""
-    if choice is None or (callable(choice) and not isinstance(choice, str)):
-        return choice
-    patterns = [choice] if isinstance(choice, str) else list(choice)
-    if not all(isinstance(pattern, str) for pattern in patterns):
-        raise TypeError(f"{option}: expected patterns or a function, got {choice!r}")
-    return patterns
-
-
-def _chosen(option: str, choice: Choice, names: Sequence[str]) -> set[str]:
-    """Return the names that a choice means. Every pattern must match at least one name."""
-    if callable(choice):
-        return {name for name in names if choice(name)}
-    chosen = set()
-    for pattern in choice or ():
-        matches = {name for name in names if fnmatchcase(name, pattern)}
-        if not matches:
-            raise ValueError(
-                f"{option}: {pattern!r} matches no name; the names are such as {names[0]!r}"
-            )
-        chosen |= matches
-    return chosen
-
-
 class Tracking:
     """The tensors of a model by name: `averaged`, other `parameters` and other `buffers`.
 
     A tensor with several names is listed under the first; `aliases` maps every name to that one.
-    Tensors that are the same view of the same memory count as one; `twins` has the others of them.
-    An averaged tensor that shares memory in any other way is refused. Expanded and sparse tensors,
-    which cannot be written to, appear only in `aliases`.
+    Tensors that are the same view of the same memory count as one; `objects` has all of them. An
+    averaged tensor that shares memory in any other way is refused. Expanded and sparse tensors,
+    which cannot be written to, appear only in `aliases` and `objects`.
     """
+
+    aliases: dict[str, str]
+    objects: dict[str, list[Tensor]]
+    averaged: dict[str, Tensor]
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    locals: dict[str, Tensor]
+    """The shards of `averaged` that this process has."""
 
     def __init__(
         self,
@@ -180,25 +163,26 @@ class Tracking:
     ) -> None:
         if buffers not in get_args(Buffers):
             raise ValueError(f"buffers: expected one of {get_args(Buffers)}, got {buffers!r}")
-        self._average_buffers = buffers == "average"
-        self._trainable_only = trainable_only
+        self._options: dict[str, Any] = {
+            "include": include,
+            "exclude": exclude,
+            "buffers": buffers,
+            "trainable_only": trainable_only,
+        }
         self.module: Module | None = None
         self.unnamed = False  # the names are numbers
         if isinstance(source, Module):
             self.module = unwrap(source)
         else:
             self._given, self.unnamed = _given(source)
-        self._include = _patterns("include", include)
-        self._exclude = _patterns("exclude", exclude)
         self._fsdp: list[Any] = []
         self.signatures: dict[str, Signature] = {}
         self.apart: list[tuple[str, str, Tensor]] = []  # see `of`
-        self._adopt(self._look())
-        self.settle()
+        self._look()
         self.signatures = {name: _signature(tensor) for name, tensor in self.averaged.items()}
 
     def _tensors(self) -> Iterator[tuple[str, Tensor, bool]]:
-        """Every tensor under each of its names, and whether it is a buffer."""
+        """Yield every tensor under each of its names, and whether it is a buffer."""
         if self.module is None:
             yield from ((name, tensor, False) for name, tensor in self._given.items())
             return
@@ -210,81 +194,97 @@ class Tracking:
                 if buffer is not None:
                     yield prefix + name, buffer, True
 
-    def _look(self) -> _Seen:
-        """The tensors the model has now."""
+    def _look(self) -> None:
+        """Find the tensors that the model has now."""
         self.reshard()
+        self.aliases, self.objects = {}, {}
         first: dict[Any, str] = {}
-        objects: dict[int, Tensor] = {}
-        found: dict[str, tuple[Tensor, bool]] = {}
-        trains: set[str] = set(self.signatures)  # what is averaged is averaged for good
-        seen = _Seen({}, {}, {}, {}, [])
-        for name, tensor, is_buffer in self._tensors():
+        trains = set(self.signatures)  # what is averaged is averaged for good
+        not_buffers: set[str] = set()
+        for alias, tensor, is_buffer in self._tensors():
             if is_lazy(tensor):
                 raise ValueError(
-                    f"{name}: expected a tensor with a shape, got an uninitialised one; "
+                    f"{alias}: expected a tensor with a shape, got an uninitialised one; "
                     "run a batch through the model first"
                 )
-            known = seen.aliases[name] = first.setdefault(_identity(tensor), name)
-            if known != name and id(tensor) not in objects:
-                seen.twins.append((known, tensor))
-            objects[id(tensor)] = tensor
-            if not (self._trainable_only and is_frozen(tensor)):
-                trains.add(known)
-            kept, was_buffer = found.get(known, (tensor, True))
-            found[known] = kept, was_buffer and is_buffer
-        names = list(seen.aliases)
-        chosen = set(names) if self._include is None else _chosen("include", self._include, names)
-        chosen -= _chosen("exclude", self._exclude, names)
-        chosen = {seen.aliases[name] for name in chosen} & trains
-        for name, (tensor, is_buffer) in found.items():
-            numbers = tensor.is_floating_point() or tensor.is_complex()
+            name = self.aliases[alias] = first.setdefault(_identity(tensor), alias)
+            objects = self.objects.setdefault(name, [])
+            if not any(tensor is known for known in objects):
+                objects.append(tensor)
+            if not is_buffer:
+                not_buffers.add(name)
+            if not (self._options["trainable_only"] and is_frozen(tensor)):
+                trains.add(name)
+        chosen = self._chosen("include") - self._chosen("exclude")
+        chosen = {self.aliases[alias] for alias in chosen} & trains
+        if self._options["buffers"] != "average":
+            chosen &= not_buffers
+        self.averaged, self.parameters, self.buffers = {}, {}, {}
+        for name, (tensor, *_) in self.objects.items():
             writable = local(tensor).layout is torch.strided and not _is_expanded(tensor)
-            if name in chosen and numbers and (self._average_buffers or not is_buffer):
+            if name in chosen and (tensor.is_floating_point() or tensor.is_complex()):
                 _check_values(name, tensor)
                 if not writable:
                     raise ValueError(
                         f"{name}: expected a tensor with its own memory for each element, got an "
                         "expanded one; exclude it, or call contiguous() on it"
                     )
-                seen.averaged[name] = tensor
+                self.averaged[name] = tensor
             elif writable:
-                (seen.buffers if is_buffer else seen.parameters)[name] = tensor
-        for one, other in _overlaps({name: tensor for name, (tensor, _) in found.items()}):
-            if one in seen.averaged or other in seen.averaged:
+                (self.parameters if name in not_buffers else self.buffers)[name] = tensor
+        for one, other in _overlaps(self.objects):
+            if one in self.averaged or other in self.averaged:
                 raise ValueError(
                     f"{one} and {other} share part of their memory, so they cannot be averaged; "
                     "clone() one of them, or exclude both"
                 )
-        return seen
-
-    def _adopt(self, seen: _Seen) -> None:
-        self._ids: list[int] | None = None  # not current until `settle`
-        self.averaged, self.parameters, self.buffers, self.aliases, self.twins = seen
         self.locals = {name: local(tensor) for name, tensor in self.averaged.items()}
-        watched = [*self.averaged.values(), *(t for name, t in self.twins if name in self.averaged)]
+        self._watch()
+
+    def _chosen(self, option: Literal["include", "exclude"]) -> set[str]:
+        """Return the names that an option chooses. Every pattern must match at least one name."""
+        choice: Choice = self._options[option]
+        if choice is None:
+            return set(self.aliases) if option == "include" else set()
+        if callable(choice):
+            return {name for name in self.aliases if choice(name)}
+        chosen = set()
+        for pattern in [choice] if isinstance(choice, str) else choice:
+            if not isinstance(pattern, str):
+                raise TypeError(f"{option}: expected patterns or a function, got {choice!r}")
+            matches = {name for name in self.aliases if fnmatchcase(name, pattern)}
+            if not matches:
+                some = next(iter(self.aliases))
+                raise ValueError(f"{option}: {pattern!r} matches no name; one name is {some!r}")
+            chosen |= matches
+        return chosen
+
+    def _watch(self) -> None:
+        """Remember what `is_current` compares. Tensors are kept alive, so that ids stay unique."""
+        watched = [tensor for name in self.averaged for tensor in self.objects[name]]
         self._sharded = [tensor for tensor in watched if is_sharded(tensor)]
         self._shards = [local(tensor) for tensor in self._sharded]
-        self._tensors_seen = [local(tensor) for tensor in watched]
-        self._places = [list(map(part, self._tensors_seen)) for part in _PLACE]
-        left_out = self.parameters.values() if self._trainable_only else ()
+        self._watched = [local(tensor) for tensor in watched]
+        self._places = [list(map(place, self._watched)) for place in _PLACE]
+        left_out = self.parameters.values() if self._options["trainable_only"] else ()
         self._frozen = [tensor for tensor in left_out if is_frozen(tensor)]
-        self._slots: list[dict[str, Any]] = []
-        self._fsdp = []
-        if self.module is not None:
-            fsdp = _imported("torch.distributed.fsdp", "FSDPModule")
-            for module in {id(module): module for _, module in _walk(self.module)}.values():
-                self._slots += [module._parameters, module._buffers, module._modules]
-                if isinstance(module, fsdp):
-                    self._fsdp.append(module)
-        # kept alive, so that ids stay unique
-        self._members = list(chain.from_iterable(map(dict.values, self._slots)))
+        modules = [] if self.module is None else [module for _, module in _walk(self.module)]
+        modules = list({id(module): module for module in modules}.values())
+        fsdp = _imported("torch.distributed.fsdp", "FSDPModule")
+        self._fsdp = [module for module in modules if isinstance(module, fsdp)]
+        self.slots: list[dict[str, Any]] = []
+        """The dicts in which modules hold parameters and buffers."""
+        for module in modules:
+            self.slots += [module._parameters, module._buffers]
+        self._children: list[dict[str, Any]] = [module._modules for module in modules]
+        self._members = list(self._slotted())
+        self._ids: list[int] | None = list(map(id, self._members))
 
-    def settle(self) -> None:
-        """Take what was found for current, from now on: all that follows from it is done."""
-        self._ids = list(map(id, self._members))
+    def _slotted(self) -> Iterator[Any]:
+        return chain.from_iterable(map(dict.values, chain(self.slots, self._children)))
 
     def __getstate__(self) -> dict[str, Any]:
-        """The tensors of a copy are at other places, which are to be looked at."""
+        """Let a copy look for its own tensors, which are at other places."""
         return self.__dict__ | {"_ids": None}
 
     def is_current(self) -> bool:
@@ -295,9 +295,9 @@ class Tracking:
         """
         self.reshard()
         return (
-            list(map(id, chain.from_iterable(map(dict.values, self._slots)))) == self._ids
-            and [list(map(part, self._tensors_seen)) for part in _PLACE] == self._places
-            and all(map(_same_shard, self._sharded, self._shards))
+            list(map(id, self._slotted())) == self._ids
+            and [list(map(place, self._watched)) for place in _PLACE] == self._places
+            and all(map(is_, map(local, self._sharded), self._shards))
             and not any(map(_TRAINS, self._frozen))
         )
 
@@ -309,30 +309,40 @@ class Tracking:
         """
         if self.is_current():
             return
-        seen = self._look()
-        for name, first in seen.aliases.items():
-            was = self.aliases.get(name, first)
-            if was != first and was in self.signatures:
-                expected = "memory of its own" if was == name else f"the memory of {was}"
-                got = "its own" if first == name else f"that of {first}"
+        new = copy(self)
+        new._look()
+        for alias, name in new.aliases.items():
+            was = self.aliases.get(alias, name)
+            if was != name and was in self.signatures:
+                expected = "memory of its own" if was == alias else f"the memory of {was}"
+                got = "its own" if name == alias else f"that of {name}"
                 raise ValueError(
-                    f"model: {name}: expected {expected}, as at first, got {got}; an average goes "
+                    f"model: {alias}: expected {expected}, as at first, got {got}; an average goes "
                     "on only while the same tensors are tied"
                 )
-        if thawed := [name for name in seen.averaged if name in self.parameters]:
+        if thawed := [name for name in new.averaged if name in self.parameters]:
             raise ValueError(
                 f"model: {_listed(thawed)}: expected frozen parameters, as when the average was "
                 "created, got ones that train; create the average with trainable_only=False if "
                 "some are to be trained later, or create another one now"
             )
-        check_names("model", self.signatures, seen.averaged)
-        self._adopt(seen)
+        check_names("model", self.signatures, new.averaged)
         if then is not None:
-            then(self.locals)
-        self.settle()
+            then(new.locals)
+        self.__dict__.update(new.__dict__)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors that can be written to, by their first names."""
+        return self.averaged | self.parameters | self.buffers
+
+    @property
+    def output_buffers(self) -> dict[str, Tensor]:
+        """The buffers that belong to an output, and to a swap."""
+        return {} if self._options["buffers"] == "skip" else self.buffers
 
     def frozen(self) -> dict[str, Tensor]:
-        """Of the tensors to average, frozen parameters and the buffers of a module."""
+        """Return the averaged tensors that are frozen parameters, or buffers of a module."""
         return {
             name: self.locals[name]
             for name, tensor in self.averaged.items()
@@ -340,45 +350,42 @@ class Tracking:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The model's state dict, with its own tensors."""
+        """Return the model's state dict, with its own tensors."""
         if self.module is None:
             return dict(self._given)
         state: dict[str, Any] = self.module.state_dict(keep_vars=True)
         return state
 
-    def slots(self) -> list[dict[str, Any]]:
-        """Return the dicts in which modules hold parameters and buffers."""
-        return [slots for i, slots in enumerate(self._slots) if slots and i % 3 < 2]
+    def of(self, model: Source) -> Tracking:
+        """Track another model's tensors under the names of this one.
 
-    def of(self, model: Source, options: Mapping[str, Any]) -> Tracking:
-        """Another model's tensors under the names of this one.
-
-        If this one was made from names and tensors, only those names count. What is one tensor here
-        and several there is in `apart`.
+        The other model may be inside a wrapper without tensors of its own. If this one was made
+        from names and tensors, only those names count. What is one tensor here and several there is
+        in `apart`.
 
         Raises:
             ValueError: If names or shapes differ.
         """
         if self.unnamed and isinstance(model, Module):
             model = model.parameters()
-        other = Tracking(model, **options)
-        its = other.averaged | other.parameters | other.buffers
-        its = {alias: its[name] for alias, name in other.aliases.items() if name in its}
+        other = Tracking(model, **self._options)
+        mine, theirs = self.tensors, other.tensors
+        theirs = {alias: theirs[name] for alias, name in other.aliases.items() if name in theirs}
+        if self.module is not None:
+            theirs = _without_prefix(theirs, next(iter(mine), ""))
         if self.module is not None or self.unnamed:
-            _check_unexpected("model", self.aliases, its)
-        found: dict[str, Tensor] = {}
+            _check_unexpected("model", self.aliases, theirs)
+        same: dict[str, Tensor] = {}
         for alias, name in self.aliases.items():
-            if alias in its and found.setdefault(name, its[alias]) is not its[alias]:
-                other.apart.append((alias, name, its[alias]))
-        for attribute in ("averaged", "parameters", "buffers"):
-            mine: dict[str, Tensor] = getattr(self, attribute)
-            signatures = {name: _signature(tensor) for name, tensor in mine.items()}
-            same = {name: found[name] for name in signatures if name in found}
-            check_names("model", signatures, same)
-            for alias, name, tensor in other.apart:
-                if name in signatures:
-                    check_names("model", {alias: signatures[name]}, {alias: tensor})
-            setattr(other, attribute, same)
+            if name in mine and alias in theirs:
+                tensor = theirs[alias]
+                check_names("model", {alias: _signature(mine[name])}, {alias: tensor})
+                if same.setdefault(name, tensor) is not tensor:
+                    other.apart.append((alias, name, tensor))
+        check_names("model", {name: _signature(tensor) for name, tensor in mine.items()}, same)
+        other.averaged = {name: same[name] for name in self.averaged}
+        other.parameters = {name: same[name] for name in self.parameters}
+        other.buffers = {name: same[name] for name in self.buffers}
         other.locals = {name: local(tensor) for name, tensor in other.averaged.items()}
         return other
 
@@ -388,13 +395,22 @@ class Tracking:
             module.reshard()
 
 
+def _without_prefix(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    """Return tensors without the prefix that all have, and with which one of them is `name`."""
+    for alias in tensors:
+        prefix = alias.removesuffix(name)
+        if f".{alias}".endswith(f".{name}") and all(x.startswith(prefix) for x in tensors):
+            return {other.removeprefix(prefix): tensor for other, tensor in tensors.items()}
+    return dict(tensors)
+
+
 def _given(source: Any) -> tuple[dict[str, Tensor], bool]:
-    """Tensors by name, and whether the names are but numbers, since none were given."""
+    """Return tensors by name, and whether they came without names: these are numbers then."""
     items = list(source.items() if isinstance(source, Mapping) else source)
     unnamed = not isinstance(source, Tensor) and all(isinstance(item, Tensor) for item in items)
     if unnamed:
         return {str(i): tensor for i, tensor in enumerate(items)}, True
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for item in items:
         kinds = [type(part).__name__ for part in item] if isinstance(item, tuple | list) else []
         if not (len(kinds) == 2 and isinstance(item[0], str) and isinstance(item[1], Tensor)):
@@ -403,68 +419,53 @@ def _given(source: Any) -> tuple[dict[str, Tensor], bool]:
                 "expected a module, pairs of a name and a tensor, as named_parameters() gives, or "
                 f"a list of tensors, got {got}"
             )
-        if found.setdefault(item[0], item[1]) is not item[1]:
+        if tensors.setdefault(item[0], item[1]) is not item[1]:
             raise ValueError(f"{item[0]}: expected each name once, got two tensors with it")
-    return found, False
-
-
-class _Seen(NamedTuple):
-    averaged: dict[str, Tensor]
-    parameters: dict[str, Tensor]
-    buffers: dict[str, Tensor]
-    aliases: dict[str, str]
-    twins: list[tuple[str, Tensor]]
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    """Whether the elements of a tensor, or of its shard, are somewhere."""
-    here = local(tensor)
-    return here.layout is torch.strided and here.numel() > 0 and _address(here) > 0
+    return tensors, False
 
 
 def _address(tensor: Tensor) -> int:
+    """Return where the elements of a tensor, or of its shard, are; 0 if nowhere."""
+    here = local(tensor)
+    if here.layout is not torch.strided or not here.numel():
+        return 0
     try:
-        return tensor.data_ptr()
+        return here.data_ptr()
     except RuntimeError:  # of a subclass that holds several tensors
         return 0
 
 
 def _identity(tensor: Tensor) -> Any:
-    """What two tensors have in common if they are one: the same view of the same memory."""
-    if not _has_memory(tensor):
+    """Return what tensors have in common if they are the same view of the same memory."""
+    if not (address := _address(tensor)):
         return id(tensor)
     here = local(tensor)
     steps = tuple(step for n, step in zip(here.shape, here.stride(), strict=True) if n > 1)
     flags = here.is_conj(), here.is_neg()
-    return here.device, _address(here), tensor.shape, here.shape, steps, here.dtype, flags
+    return here.device, address, tensor.shape, here.shape, steps, here.dtype, flags
 
 
-def _overlaps(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
+def _overlaps(objects: Mapping[str, Sequence[Tensor]]) -> Iterator[tuple[str, str]]:
     """Yield the pairs of tensors that have elements in common."""
-    ranges = []
-    for name, tensor in tensors.items():
-        if _has_memory(tensor):
-            here, start = local(tensor), _address(local(tensor))
-            array = _addresses(here, start)
-            end = np.lib.array_utils.byte_bounds(array)[1]
-            ranges.append((str(here.device), start, end, name, array))
-    before: list[tuple[str, int, int, str, Any]] = []  # those that may reach the next one
-    for device, start, end, name, array in sorted(ranges, key=lambda found: found[:2]):
-        before = [found for found in before if found[0] == device and found[2] > start]
-        yield from ((found[3], name) for found in before if np.shares_memory(found[4], array))
-        before.append((device, start, end, name, array))
-
-
-def _addresses(tensor: Tensor, start: int) -> Any:
-    """Return an array at the addresses of a tensor. NumPy compares them, and reads nothing."""
-    interface = {
-        "version": 3,
-        "shape": tuple(tensor.shape),
-        "strides": tuple(step * tensor.itemsize for step in tensor.stride()),
-        "typestr": f"|V{tensor.itemsize}",
-        "data": (start, True),
-    }
-    return np.asarray(SimpleNamespace(__array_interface__=interface))
+    views: dict[tuple[torch.device, int], list[tuple[str, Any]]] = {}  # by device and storage
+    for name, (tensor, *_) in objects.items():
+        if address := _address(tensor):
+            here = local(tensor)
+            interface = {
+                "version": 3,
+                "shape": tuple(here.shape),
+                "strides": tuple(step * here.itemsize for step in here.stride()),
+                "typestr": f"|V{here.itemsize}",
+                "data": (address, True),
+            }
+            # an array at the addresses of the tensor: NumPy compares them, and reads nothing
+            array = np.asarray(SimpleNamespace(__array_interface__=interface))
+            storage = here.device, here.untyped_storage().data_ptr()
+            views.setdefault(storage, []).append((name, array))
+    for group in views.values():
+        for (one, array), (other, another) in combinations(group, 2):
+            if np.shares_memory(array, another):
+                yield one, other
 
 
 def _is_expanded(tensor: Tensor) -> bool:
@@ -472,7 +473,7 @@ def _is_expanded(tensor: Tensor) -> bool:
 
 
 def _signature(tensor: Tensor) -> Signature:
-    """The shape of a tensor and that of this process's shard, and the kind of its numbers."""
+    """Return the shape of a tensor, the shape of its shard, and the kind of its numbers."""
     kind = "complex" if tensor.is_complex() else "real" if tensor.is_floating_point() else "whole"
     return tensor.shape, local(tensor).shape, kind
 
@@ -483,13 +484,11 @@ def check_names(what: str, expected: Mapping[str, Signature], got: Mapping[str, 
         raise ValueError(f"{what}: expected {_listed(missing)}, got none of that name")
     _check_unexpected(what, expected, got)
     for name, signature in expected.items():
-        if not isinstance(got[name], Tensor):
-            raise ValueError(f"{what}: {name}: expected a tensor, got {type(got[name]).__name__}")
         *shapes, kind = _signature(got[name])
-        for shape, its in zip(signature, shapes, strict=False):
-            if shape != its:
+        for shape, new_shape in zip(signature, shapes, strict=False):
+            if shape != new_shape:
                 raise ValueError(
-                    f"{what}: {name}: expected shape {tuple(shape)}, got {tuple(its)}; "
+                    f"{what}: {name}: expected shape {tuple(shape)}, got {tuple(new_shape)}; "
                     "averaged tensors must keep their shapes"
                 )
         _check_values(f"{what}: {name}", got[name])
@@ -511,25 +510,10 @@ def _check_values(what: str, tensor: Tensor) -> None:
         raise ValueError(f"{what}: expected a tensor with values, got one on the meta device")
     if here.layout is not torch.strided:
         raise ValueError(f"{what}: expected a dense tensor, got one of layout {here.layout}")
-    if (here.is_floating_point() or here.is_complex()) and not _converts(here.dtype):
+    if "float4" in str(here.dtype):
         raise ValueError(f"{what}: expected numbers that torch can add, got {here.dtype}")
-
-
-@lru_cache
-def _converts(dtype: torch.dtype) -> bool:
-    """Whether torch can convert numbers of a dtype, which it cannot for 4-bit floats."""
-    wide = torch.complex64 if dtype.is_complex else torch.float32
-    try:
-        torch.zeros(1, dtype=wide, device="cpu").to(dtype).to(wide)
-    except RuntimeError:
-        return False
-    return True
 
 
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(names[:5]) + more
-
-
-def _same_shard(tensor: Any, shard: Tensor) -> bool:
-    return tensor._local_tensor is shard
