@@ -1,4 +1,4 @@
-"""What commands share: parsing windows and rules, and reporting errors."""
+"""What commands share: their options, windows and rules from options, and error messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ from tailavg.core.rules import AnytimeWindow, ExactWindow, Exponential, WindowRu
 from tailavg.core.windows import Growing, Window, as_window
 
 __all__ = [
+    "AT_MOST",
+    "BY",
+    "COLUMN",
     "FAILED",
+    "FIELD",
+    "METHOD",
+    "SKIP_BAD",
+    "WINDOW",
+    "WINDOWS",
     "Method",
     "fail",
     "parse_rule",
@@ -24,6 +32,21 @@ __all__ = [
 
 FAILED = 1
 """The exit code for bad data or an unusable file; for a wrong command line it is 2."""
+
+
+WINDOW = typer.Option(
+    "--window",
+    "-w",
+    help="How much to average: 100 is the last hundred, 0.25 the last quarter; "
+    "1 is the last one, 1.0 all of them.",
+)
+WINDOWS = typer.Option(help="Several windows at once, such as 0.1,0.25,100; replaces --window.")
+AT_MOST = typer.Option(help="The largest window that a fraction grows to.")
+METHOD = typer.Option(help="How to average.")
+COLUMN = typer.Option("--column", "-c", help="Read this column of CSV with a header.")
+FIELD = typer.Option("--field", "-f", help="Read this field of JSON lines.")
+BY = typer.Option(help="Keep one average for each value of this column or field.")
+SKIP_BAD = typer.Option("--skip-bad", help="Skip rows that cannot be read, and report how many.")
 
 
 class Method(StrEnum):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,14 +12,15 @@ import numpy as np
 import typer
 
 from tailavg.cli import signals
+from tailavg.cli.blocks import Blocks
 from tailavg.cli.charts import Chart, Panel, printable
 from tailavg.cli.common import Method, fail, parse_rule, parse_windows, say
 from tailavg.cli.curves import Track
 from tailavg.cli.events import has_events, read_events
+from tailavg.cli.lines import Rows, choose_input, has_many_lines
 from tailavg.cli.page import page
 from tailavg.cli.pictures import check, draw, write
-from tailavg.cli.rows import Blocks, Rows, check_input, has_many_lines, source_of
-from tailavg.cli.signals import Act
+from tailavg.cli.signals import WAITING, Act
 from tailavg.core.rules import WindowRule
 from tailavg.core.windows import Growing, Window
 from tailavg.numpy.arithmetic import Array
@@ -33,7 +33,6 @@ BINS = 2048
 REDRAWN = 0.25  # seconds between pictures
 RUNS = 200
 PANELS = 20
-WAITING = Act.insist if os.name == "posix" else Act.stop  # what a signal does to a read
 
 
 def plot(
@@ -125,7 +124,7 @@ def plot(
         raise typer.BadParameter("--x needs --column or --field")
     if x is not None and x in (column or fields or []):
         raise typer.BadParameter(f"--x: expected another column than those to draw, got {x!r}")
-    source_of(column, fields, by)  # fails if these do not go together
+    choose_input(column, fields, by)  # fails if these do not go together
     if len(column or fields or []) > PANELS:
         raise typer.BadParameter(
             f"expected at most {PANELS} columns to draw, got {len(column or fields or [])}"
@@ -158,7 +157,7 @@ def plot(
                 curves.take_events(label, file)
                 continue
             columns = [*([] if x is None else [x]), *names]
-            source = source_of(columns if column else None, columns if fields else None, by)
+            source = choose_input(columns if column else None, columns if fields else None, by)
             source.suffixes = []  # no column is added, so that none is taken
             rows = Rows(source, skip_bad)
             for numbers, keys in _read(file, rows, REDRAWN if live else None):
@@ -166,9 +165,9 @@ def plot(
                 if screen and live:
                     screen.redraw()
             if rows.bad:
-                say(f"{_name(file)}: {rows.told_bad()}" if files else rows.told_bad())
+                say(f"{_name(file)}: {rows.skipped()}" if files else rows.skipped())
             if rows.error:
-                fail(f"{_name(file)}: {rows.error}; fix it, or skip such rows with --skip-bad")
+                fail(f"{_name(file)}: {rows.error}")
             if signals.arrived() is not None:
                 break
         number = signals.arrived()
@@ -225,8 +224,6 @@ def _labels(files: list[str]) -> list[str]:
 
 def _read(file: str, rows: Rows, pause: float | None) -> Iterator[tuple[Array, list[str]]]:
     """The numbers and keys of a file, in parts, and nothing for a while in a pause."""
-    if file == "-":
-        check_input()
     signals.act(Act.stop)
     blocks = Blocks(file, pause)
     try:

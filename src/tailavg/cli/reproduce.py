@@ -149,9 +149,9 @@ def _show(result: Result, output: Path) -> None:
         typer.echo(sentence)
     table = Table("the paper says", "measured", "verdict", pad_edge=False)
     for row in result.findings:
-        quote, outcome = row.claim.quotes[0], row.outcomes[0]
+        place, outcome = next(iter(row.claim.quotes)), row.outcomes[0]
         table.add_row(
-            f"{quote.place}: “{quote.words}”",
+            f"{place}: “{row.claim.words}”",
             f"{report.value(outcome.value)}: {outcome.text}",
             f"{row.verdict}\n{report.agreement(row)}",
         )

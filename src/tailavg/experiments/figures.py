@@ -358,8 +358,8 @@ def _tails(tails: Tails, span: tuple[int, int]) -> Figure:
     )
 
 
-WIDTH, POINTS = 9.6, 72
-"""Of a figure: inches, and points per inch."""
+WIDTH = 9.6
+"""Of a figure, in inches."""
 LEFT, RIGHT, BELOW, ABOVE = 0.65, 0.1, 0.5, 0.3
 """The room around the axes of a panel, in inches."""
 
@@ -375,46 +375,28 @@ def save(figure: Figure, folder: Path) -> list[Path]:
     return paths
 
 
-def _boxes(figure: Figure) -> list[tuple[float, float, float, float]]:
-    """Left, top, width and height of each panel with its room, in inches."""
-    width, boxes, top = WIDTH / len(figure.rows[0]), [], 0.0
-    room = len(figure.rows) * (BELOW + ABOVE)
-    scale = (sum(figure.heights) - room) / sum(figure.heights)
-    for row, height in zip(figure.rows, figure.heights, strict=True):
-        tall = height * scale + BELOW + ABOVE
-        boxes += [(i * width, top, width, tall) for i in range(len(row))]
-        top += tall
-    return boxes
-
-
 def _draw(figure: Figure) -> Canvas:
-    """Draw the panels in their boxes: a layout engine is slow."""
-    tall = sum(figure.heights)
+    """Draw the panels, with fixed room around each: a layout engine is slow."""
+    tall, rows, columns = sum(figure.heights), len(figure.rows), len(figure.rows[0])
+    grid = {
+        "left": LEFT / WIDTH,
+        "right": 1 - RIGHT / WIDTH,
+        "bottom": BELOW / tall,
+        "top": 1 - ABOVE / tall,
+        "wspace": (LEFT + RIGHT) / (WIDTH / columns - LEFT - RIGHT),
+        "hspace": (BELOW + ABOVE) / (tall / rows - BELOW - ABOVE),
+        "height_ratios": figure.heights,
+    }
     canvas = Canvas(figsize=(WIDTH, tall))
-    for panel, (left, top, width, high) in zip(chain(*figure.rows), _boxes(figure), strict=True):
-        axes = canvas.add_axes(
-            (
-                (left + LEFT) / WIDTH,
-                1 - (top + high - BELOW) / tall,
-                (width - LEFT - RIGHT) / WIDTH,
-                (high - BELOW - ABOVE) / tall,
-            )
-        )
+    every = canvas.subplots(rows, columns, squeeze=False, gridspec_kw=grid)
+    for panel, axes in zip(chain(*figure.rows), every.flat, strict=True):
         panel.draw(axes)
         axes.set_title(panel.title, y=1.0)  # a place for the title is slow to find
     return canvas
 
 
 def inline(figure: Figure, svg: str) -> str:
-    """A saved figure for a page: its panels one by one, in the page's own ink and paper."""
+    """A saved figure for a page, in the page's own ink and paper."""
     svg = svg[svg.index("<svg") :].replace(INK, "currentColor").replace(PAPER, "none")
     svg = re.sub(r"\s*<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    whole = svg[svg.index(">") + 1 : svg.rindex("</svg>")]
-    views = [
-        f'<div role="img" aria-label="{escape(panel.title)}"><svg viewBox="'
-        + " ".join(f"{POINTS * inches:.1f}" for inches in box)
-        + f'"><use href="#{figure.name}"/></svg></div>'
-        for panel, box in zip(chain(*figure.rows), _boxes(figure), strict=True)
-    ]
-    drawing = f'<svg class=whole><defs><g id="{figure.name}">{whole}</g></defs></svg>'
-    return f"{drawing}<div class=panels>{chr(10).join(views)}</div>"
+    return f'<div class=wide role="img" aria-label="{escape(figure.title)}">{svg}</div>'

@@ -58,7 +58,7 @@ def summary(result: Result) -> list[str]:
     findings, means = result.findings, result.by_seed[0]
     others = [finding for finding in findings if finding.verdict is not Verdict.holds]
     told = [
-        f"“{row.claim.quotes[0].words}” {row.verdict} ({agreement(row)}, {_range(row)})"
+        f"“{row.claim.words}” {row.verdict} ({agreement(row)}, {_range(row)})"
         for row in others[:2]
     ]
     rest = f" and {len(others) - 2} more" if len(others) > 2 else ""
@@ -128,7 +128,7 @@ def _row(finding: Finding) -> dict[str, Any]:
     claim = finding.claim
     return {
         "name": claim.name,
-        "quotes": [asdict(quote) for quote in claim.quotes],
+        "quotes": [{"place": place, "words": words} for place, words in claim.quotes.items()],
         "compared": claim.compared,
         "value": finding.outcomes[0].value,
         "measured": finding.outcomes[0].text,
@@ -182,7 +182,7 @@ def _markdown(result: Result) -> str:
     heads = ("the paper says", "measured", "deciding number", "verdict")
     lines = [f"| {' | '.join(heads)} |", "| --- " * len(heads) + "|"]
     for row in result.findings:
-        quotes = "<br>".join(f"{quote.place}: “{quote.words}”" for quote in row.claim.quotes)
+        quotes = "<br>".join(f"{place}: “{words}”" for place, words in row.claim.quotes.items())
         decided = _decided(row).replace(", ", "<br>")
         verdict = f"{MARKS[row.verdict]} {row.verdict}"
         verdict += f"<br>{agreement(row)}" if row.claim.seeds else ""
@@ -192,7 +192,7 @@ def _markdown(result: Result) -> str:
     lines += ["| --- " + "| :-: " * len(result.by_step) + "|"]
     for i, claim in enumerate(CLAIMS):
         cells = [_short(outcomes[i] if outcomes else None) for outcomes in result.by_step.values()]
-        lines += [f"| “{claim.quotes[0].words}” | " + " | ".join(cells) + " |"]
+        lines += [f"| “{claim.words}” | " + " | ".join(cells) + " |"]
     return "\n".join(lines) + "\n"
 
 
@@ -206,10 +206,7 @@ body { margin: 0 auto; padding: 1rem; max-width: 62rem; color: var(--ink); backg
   font: 1rem/1.5 system-ui, sans-serif; overflow-wrap: break-word; }
 h1 { line-height: 1.2; } h2 { margin-top: 2.5rem; }
 p, li, figcaption { max-width: 44rem; } figcaption, small { color: var(--soft); }
-figure { margin: 0; } .panels { display: grid; gap: 1rem;
-  grid-template-columns: repeat(auto-fit, minmax(min(100%, 20rem), 1fr)); }
-.panels svg { width: 100%; height: auto; display: block; }
-.whole { position: absolute; width: 0; height: 0; }
+figure { margin: 0; } svg { display: block; width: 100%; min-width: 40rem; height: auto; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; }
 th, td { padding: .4rem .6rem .4rem 0; text-align: left; vertical-align: top;
   border-bottom: 1px solid var(--line); }
@@ -237,7 +234,7 @@ def _picture(figure: figures.Figure, folder: Path) -> str:
 
 def _claim_row(row: Finding) -> str:
     quotes = "<br>".join(
-        f"<small>{quote.place}</small> “{escape(quote.words)}”" for quote in row.claim.quotes
+        f"<small>{place}</small> “{escape(words)}”" for place, words in row.claim.quotes.items()
     )
     outcome = row.outcomes[0]
     return (
@@ -253,7 +250,7 @@ def _page(result: Result, pictures: list[str]) -> str:
     last = problem.seed + plan.seeds - 1
     heads = "".join(f"<th scope=col>{step:.3f}" for step in result.by_step)
     steps = "\n".join(
-        f"<tr><th scope=row>“{escape(claim.quotes[0].words)}”"
+        f"<tr><th scope=row>“{escape(claim.words)}”"
         + "".join(_cell(outcomes[i] if outcomes else None) for outcomes in result.by_step.values())
         + "</tr>"
         for i, claim in enumerate(CLAIMS)
