@@ -201,8 +201,7 @@ def _degrades_faster(_: Problem, means: Means) -> Outcome:
     growth = {}
     for name in ("expk", "awak"):
         small, large = (
-            _far(means, Curve(window, name), exact(window))[0]
-            for window in ("k = 10", "k = 100")
+            _far(means, Curve(window, name), exact(window))[0] for window in ("k = 10", "k = 100")
         )
         growth[name] = large / small
     value = growth["expk"] / growth["awak"]
