@@ -25,31 +25,28 @@ __all__ = ["check", "draw", "save", "write"]
 DASHES = ["-", "--", ":", "-."]
 
 
-def check(path: Path, option: str) -> None:
-    """Fail now if a picture of this name could not be drawn or written after a long run."""
-    if path.suffix.lower() != ".html":
+def check(path: Path, option: str, *others: str) -> None:
+    """Fail now if a picture of this name could not be drawn or written after a long run.
+
+    `others` are the kinds of files that matplotlib does not draw.
+    """
+    kind = path.suffix.removeprefix(".").lower()
+    if kind not in others:
         try:
             from matplotlib.figure import Figure
         except ImportError:
             fail(f"{option} needs matplotlib; install it with: pip install 'tailavg[plot]'")
-        _check_kind(Figure(), path, option, "html")
+        kinds = Figure().canvas.get_supported_filetypes()
+        if kind not in kinds:
+            raise typer.BadParameter(
+                f"expected a file name that ends in one of {', '.join(sorted([*kinds, *others]))}, "
+                f"got {path.name!r}",
+                param_hint=option,
+            )
     try:
         check_writable(path)
     except OSError as error:
         fail(f"{path}: cannot write the plot: {error.strerror}")
-
-
-def _check_kind(figure: Figure, path: Path, option: str, *others: str) -> str:
-    """Return the kind of a picture by its name. Fail if matplotlib cannot draw that kind."""
-    kind = path.suffix.removeprefix(".").lower()
-    kinds = figure.canvas.get_supported_filetypes()
-    if kind not in kinds:
-        known = ", ".join(sorted([*kinds, *others]))
-        raise typer.BadParameter(
-            f"expected a file name that ends in one of {known}, got {path.name!r}",
-            param_hint=option,
-        )
-    return kind
 
 
 def draw(chart: Chart, path: Path) -> None:
@@ -67,7 +64,7 @@ def draw(chart: Chart, path: Path) -> None:
             _draw_panel(chart, panel, axes)
         every[0].set_title(chart.title, parse_math=False)  # names may have a $
         every[-1].set_xlabel(chart.x_name, parse_math=False)
-        save(figure, path, "--output")
+        save(figure, path)
     if any("missing from font" in str(warning.message) for warning in warned):
         say(f"{path}: the font lacks some characters of the names; a .html file shows them")
 
@@ -113,16 +110,15 @@ def _draw_line(axes: Axes, line: Line, mark: str, size: float, **style: Any) -> 
         axes.plot(xs[alone], ys[alone], marker=mark, markersize=size, **style | hidden)
 
 
-def save(figure: Figure, path: Path, option: str) -> None:
-    """Write a figure. Fail if its kind is not known."""
-    kind = _check_kind(figure, path, option)
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure atomically, as the kind of file that its name says."""
     image = BytesIO()
-    write_figure(figure, image, kind)
+    write_figure(figure, image, path.suffix.removeprefix(".").lower())
     write(image.getvalue(), path)
 
 
 def write(data: bytes, path: Path) -> None:
-    """Write a picture completely or not at all."""
+    """Write a picture atomically."""
     try:
         with whole_file(path) as file:
             file.write(data)

@@ -132,7 +132,7 @@ def plot(
             "choose a tag of event files with --column; --by and --x do not apply to them"
         )
     if output is not None:
-        check(output, "--output")
+        check(output, "--output", "html")
     bins = BINS if output is None else DETAIL.get(output.suffix.lower(), BINS)
     banded = band and method is Method.anytime
     curves = Curves(names, x, partial(Track, rules, bins, log_x, banded, after))
