@@ -15,8 +15,6 @@ from tailavg.numpy.arithmetic import Array
 from tailavg.numpy.kernel import LONG, kernel
 from tailavg.numpy.keyed import Part, part_of
 
-__all__ = ["Averages", "Reads"]
-
 Reads = list[tuple[Rule, Window | None]]
 """For each average of a column: its rule, and the window to read if the rule has none."""
 
@@ -62,7 +60,8 @@ class Averages:
 
         Without `--by`, there are no keys.
         """
-        codes, names = None, [""]
+        codes: Array | None = None
+        names: Any = [""]
         if keys:
             codes, names, _ = part_of(keys, rows[:, 0])
         if self._every == 1:

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from tailavg.cli import signals
 from tailavg.cli.common import fail
 
-__all__ = ["Blocks"]
-
 BLOCK = 1 << 20  # the most bytes to read before answering
 
 

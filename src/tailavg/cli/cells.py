@@ -9,23 +9,11 @@ from __future__ import annotations
 
 import csv
 import io
-import re
 from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-__all__ = [
-    "Array",
-    "BlockReader",
-    "csv_line",
-    "decode",
-    "encode",
-    "format_numbers",
-    "parse_number",
-    "split_cells",
-]
 
 NUMBER = "%.12g"
 """The format of numbers in the output."""
@@ -40,7 +28,6 @@ Array = npt.NDArray[Any]
 
 _DECIMAL = b"0123456789+-.eE"  # pyarrow reads cells of these bytes exactly as float does
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_HALF = re.compile("[\ud800-\udc7f\udd00-\udfff]")  # the others stand for invalid bytes
 _CHUNK = 2000  # numbers to format at once: their objects fit the cache
 
 
@@ -208,5 +195,4 @@ def encode(text: str) -> bytes:
     try:
         return text.encode(errors="surrogateescape")
     except UnicodeEncodeError:
-        escaped = _HALF.sub(lambda half: f"\\u{ord(half[0]):x}", text)
-        return escaped.encode(errors="surrogateescape")
+        return text.encode(errors="backslashreplace")

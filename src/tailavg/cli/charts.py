@@ -14,19 +14,6 @@ from tailavg.cli.common import fail
 from tailavg.cli.curves import Line
 from tailavg.style import COLOURS, GREY
 
-__all__ = [
-    "LISTED",
-    "Chart",
-    "Panel",
-    "colour_of",
-    "labels",
-    "limits",
-    "number",
-    "printable",
-    "ticks",
-    "with_error",
-]
-
 LISTED = 20
 """The most lines that a legend names."""
 

@@ -19,8 +19,6 @@ from tailavg.core.rules import WindowRule
 from tailavg.numpy import TailAverage
 from tailavg.numpy.arithmetic import Array
 
-__all__ = ["Band", "Bins", "Grid", "Line", "Track"]
-
 LARGEST = 1e300
 """Values beyond are drawn here: a picture of all floats would overflow."""
 

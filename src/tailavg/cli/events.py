@@ -10,8 +10,6 @@ from tailavg.cli.common import fail
 from tailavg.cli.lines import nearest, short
 from tailavg.numpy.arithmetic import Array
 
-__all__ = ["has_events", "read_events"]
-
 TEXTS = (".csv", ".jsonl", ".json", ".txt", ".log")
 """Endings of what cannot be an event file, whatever its name."""
 

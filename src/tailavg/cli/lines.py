@@ -20,18 +20,6 @@ import typer
 from tailavg.cli.cells import Array, BlockReader, csv_line, decode, parse_number, split_cells
 from tailavg.cli.common import fail
 
-__all__ = [
-    "CsvInput",
-    "JsonInput",
-    "PlainInput",
-    "Row",
-    "Rows",
-    "choose_input",
-    "has_many_lines",
-    "nearest",
-    "short",
-]
-
 MANY = 30  # from this many lines on, arrays are faster
 NEAREST = 10
 """How many columns are named when one is missing."""
@@ -212,11 +200,9 @@ class JsonInput(CsvInput):
             self.names = list(fields)
         return numbers
 
-    def _key(self, fields: dict[str, Any]) -> str:
-        key = fields.get(self.by)
-        if key.__class__ is str:
-            return str(key)
-        return json.dumps(_field(fields, self.by))
+    def _key(self, fields: dict[str, Any]) -> Any:
+        key = _field(fields, self.by)
+        return key if key.__class__ is str else json.dumps(key)
 
     @cached_property
     def _taken(self) -> set[str]:

@@ -13,8 +13,6 @@ from tailavg.cli.charts import Chart, Panel, colour_of, number, with_error
 from tailavg.cli.curves import Line
 from tailavg.numpy.arithmetic import Array
 
-__all__ = ["page"]
-
 
 def page(chart: Chart) -> str:
     """The text of the page."""

@@ -12,35 +12,20 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from tailavg.cli import signals
+from tailavg.cli import options, signals
 from tailavg.cli.blocks import Blocks
 from tailavg.cli.charts import Chart, Panel, printable
-from tailavg.cli.common import (
-    AT_MOST,
-    BY,
-    COLUMN,
-    FIELD,
-    METHOD,
-    SKIP_BAD,
-    WINDOW,
-    WINDOWS,
-    Method,
-    fail,
-    parse_rule,
-    parse_windows,
-    say,
-)
+from tailavg.cli.common import fail, say
 from tailavg.cli.curves import Track
 from tailavg.cli.events import has_events, read_events
 from tailavg.cli.lines import Rows, choose_input, has_many_lines
+from tailavg.cli.options import Method, parse_rule, parse_windows
 from tailavg.cli.page import page
 from tailavg.cli.pictures import check, draw, write
 from tailavg.cli.signals import WAITING, Act
 from tailavg.core.windows import Growing, Window
 from tailavg.numpy.arithmetic import Array
 from tailavg.numpy.keyed import part_of
-
-__all__ = ["plot"]
 
 ACCUMULATORS = 12  # for each window: closer to it, and enough for a standard error
 DETAIL = {".html": 8192}  # bins of a curve that can be zoomed
@@ -55,25 +40,25 @@ def plot(
         list[str] | None,
         typer.Argument(metavar="FILES", help="The files to read, one run each; - is stdin."),
     ] = None,
-    window: Annotated[str | None, WINDOW] = None,
-    windows: Annotated[str | None, WINDOWS] = None,
-    column: Annotated[list[str] | None, COLUMN] = None,
-    fields: Annotated[list[str] | None, FIELD] = None,
-    by: Annotated[str | None, BY] = None,
+    window: Annotated[str | None, options.WINDOW] = None,
+    windows: Annotated[str | None, options.WINDOWS] = None,
+    column: Annotated[list[str] | None, options.COLUMN] = None,
+    fields: Annotated[list[str] | None, options.FIELD] = None,
+    by: Annotated[str | None, options.BY] = None,
     x: Annotated[
         str | None,
         typer.Option(
             help="The column or field of the horizontal axis; otherwise rows are counted."
         ),
     ] = None,
-    method: Annotated[Method, METHOD] = Method.anytime,
+    method: Annotated[Method, options.METHOD] = Method.anytime,
     accumulators: Annotated[
         int | None,
         typer.Option(
             max=10_000, help="How many accumulators the anytime method keeps; by default 12."
         ),
     ] = None,
-    at_most: Annotated[int | None, AT_MOST] = None,
+    at_most: Annotated[int | None, options.AT_MOST] = None,
     log_x: Annotated[bool, typer.Option("--log-x", help="A logarithmic horizontal axis.")] = False,
     log_y: Annotated[bool, typer.Option("--log-y", help="A logarithmic vertical axis.")] = False,
     raw: Annotated[bool, typer.Option(help="Draw the samples, thin, behind the averages.")] = True,
@@ -96,7 +81,7 @@ def plot(
     live: Annotated[
         bool, typer.Option("--live", help="Redraw in the terminal while rows arrive.")
     ] = False,
-    skip_bad: Annotated[bool, SKIP_BAD] = False,
+    skip_bad: Annotated[bool, options.SKIP_BAD] = False,
 ) -> None:
     """Draw curves and their tail averages.
 

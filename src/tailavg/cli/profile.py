@@ -7,22 +7,20 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import asdict
-from enum import StrEnum
 from itertools import chain, cycle
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import typer
 
-from tailavg.cli.common import AT_MOST, WINDOW, parse_window
+from tailavg.cli import options
+from tailavg.cli.options import parse_window
 from tailavg.core.clock import starts_at
 from tailavg.core.profile import Profile, newest_first
 from tailavg.core.profile import profile as summarise
 from tailavg.core.rules import AnytimeWindow, ExactWindow, Exponential, RawTail, WindowRule
 from tailavg.core.windows import Fixed, Growing, Window
-
-__all__ = ["profile"]
 
 WALKED = 10**6
 """The most samples over which to sum an exponential one by one; longer ones are scaled."""
@@ -31,24 +29,14 @@ COUNTED = 2**62
 """The largest count: steps are 64-bit integers."""
 
 
-class Dtype(StrEnum):
-    """The dtype of the accumulators."""
-
-    float32 = "float32"
-    float64 = "float64"
-
-
-class Output(StrEnum):
-    """How to print the profiles."""
-
-    table = "table"
-    json = "json"
+Dtype = Literal["float32", "float64"]
+Output = Literal["table", "json"]
 
 
 def profile(
-    window: Annotated[str, WINDOW],
+    window: Annotated[str, options.WINDOW],
     count: Annotated[str, typer.Option(help="The number of samples so far, such as 10000 or 1e9.")],
-    at_most: Annotated[int | None, AT_MOST] = None,
+    at_most: Annotated[int | None, options.AT_MOST] = None,
     accumulators: Annotated[
         int,
         typer.Option(min=2, max=100, help="List the anytime method up to this many accumulators."),
@@ -60,14 +48,14 @@ def profile(
     dtype: Annotated[
         Dtype,
         typer.Option(help="The dtype of the accumulators; use float32 for 16-bit parameters."),
-    ] = Dtype.float32,
+    ] = "float32",
     plot: Annotated[
         Path | None,
         typer.Option(
             help="Draw the weights to this file (.svg, .png, .pdf); needs the extra plot."
         ),
     ] = None,
-    output: Annotated[Output, typer.Option(help="How to print the profiles.")] = Output.table,
+    output: Annotated[Output, typer.Option(help="How to print the profiles.")] = "table",
 ) -> None:
     """Compare the size, ages and memory of all methods, for a window and a number of samples.
 
@@ -82,11 +70,11 @@ def profile(
         summary = _profile(rule, t)
         rows.append({"method": name, **asdict(summary)})
         if numbers is not None:
-            size = numbers * np.dtype(dtype.value).itemsize
+            size = numbers * np.dtype(dtype).itemsize
             rows[-1] |= _memory(rule, summary, size)
     if plot is not None:
         _plot(rules, t, plot)
-    if output is Output.json:
+    if output == "json":
         typer.echo(json.dumps(rows, indent=2))
     else:
         _print_table(rules, rows, dtype)
@@ -138,8 +126,9 @@ def _starts(rule: WindowRule, t: int) -> list[int]:
 def _scaled(rule: WindowRule, t: int) -> tuple[WindowRule, int, int]:
     """Return a shorter rule and step with the same profile up to a scale, and that scale.
 
-    Only an exponential needs this, since its weights are summed one by one. If window and stream are both a hundred times shorter, so
-    are the ages: to within a ten-thousandth, while the window holds 10,000 samples or more.
+    Only an exponential needs this, since its weights are summed one by one. If window and stream
+    are both a hundred times shorter, so are the ages: to within a ten-thousandth, while the window
+    holds 10,000 samples or more.
     """
     size = float(rule.size(t))
     if not isinstance(rule, Exponential) or min(t, 40 * size) <= WALKED:

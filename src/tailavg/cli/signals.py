@@ -8,8 +8,6 @@ import sys
 from enum import Enum
 from time import monotonic
 
-__all__ = ["WAITING", "Act", "Stopped", "act", "arrived", "begin", "end", "stopped"]
-
 SIGNALS = [
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
 ]

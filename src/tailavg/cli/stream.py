@@ -20,34 +20,18 @@ from typing import Annotated, Any, BinaryIO
 import numpy as np
 import typer
 
-from tailavg.cli import signals
+from tailavg.cli import options, signals
 from tailavg.cli.averages import Averages, Reads
 from tailavg.cli.blocks import Blocks
 from tailavg.cli.cells import Array, csv_line, decode, encode, format_numbers
-from tailavg.cli.common import (
-    AT_MOST,
-    BY,
-    COLUMN,
-    FIELD,
-    METHOD,
-    SKIP_BAD,
-    WINDOW,
-    WINDOWS,
-    Method,
-    fail,
-    parse_rule,
-    parse_windows,
-    say,
-    window_name,
-)
+from tailavg.cli.common import fail, say
 from tailavg.cli.lines import PlainInput, Row, Rows, choose_input, has_many_lines
+from tailavg.cli.options import Method, parse_rule, parse_windows, window_name
 from tailavg.cli.signals import WAITING, Act, Stopped
 from tailavg.core.rules import shared_rules
 from tailavg.core.windows import NEVER, Growing, Window
 from tailavg.io.files import InUseError, check_writable, locked, whole_file
 from tailavg.io.state import STREAM, STREAM_VERSION, plain
-
-__all__ = ["Output", "stream"]
 
 
 class Output(StrEnum):
@@ -62,12 +46,12 @@ def stream(
     file: Annotated[
         str, typer.Argument(metavar="FILE", help="The file to read; - is standard input.")
     ] = "-",
-    window: Annotated[str | None, WINDOW] = None,
-    windows: Annotated[str | None, WINDOWS] = None,
-    column: Annotated[list[str] | None, COLUMN] = None,
-    fields: Annotated[list[str] | None, FIELD] = None,
-    by: Annotated[str | None, BY] = None,
-    method: Annotated[Method, METHOD] = Method.anytime,
+    window: Annotated[str | None, options.WINDOW] = None,
+    windows: Annotated[str | None, options.WINDOWS] = None,
+    column: Annotated[list[str] | None, options.COLUMN] = None,
+    fields: Annotated[list[str] | None, options.FIELD] = None,
+    by: Annotated[str | None, options.BY] = None,
+    method: Annotated[Method, options.METHOD] = Method.anytime,
     accumulators: Annotated[
         int | None,
         typer.Option(
@@ -76,7 +60,7 @@ def stream(
             "with --windows, 12 for all fractions together, and at least 6.",
         ),
     ] = None,
-    at_most: Annotated[int | None, AT_MOST] = None,
+    at_most: Annotated[int | None, options.AT_MOST] = None,
     every: Annotated[
         int, typer.Option(min=1, max=NEVER, help="Answer only every N-th number.")
     ] = 1,
@@ -87,7 +71,7 @@ def stream(
     state: Annotated[
         Path | None, typer.Option(help="Resume from this file if it exists, and save to it.")
     ] = None,
-    skip_bad: Annotated[bool, SKIP_BAD] = False,
+    skip_bad: Annotated[bool, options.SKIP_BAD] = False,
 ) -> None:
     """Average numbers as they arrive: one line in, one average out.
 

@@ -10,8 +10,6 @@ from rich.text import Text
 from tailavg.cli.charts import LISTED, Chart, Panel, colour_of, labels, limits, ticks, with_error
 from tailavg.numpy.arithmetic import Array
 
-__all__ = ["text"]
-
 HEIGHT = 8
 """The least rows of a chart."""
 

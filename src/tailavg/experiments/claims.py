@@ -21,22 +21,6 @@ from tailavg.experiments.moments import noise_ball
 from tailavg.experiments.noise import STREAMS, promised, settled_share, sizes
 from tailavg.experiments.regression import Curve, Means, Problem, Reals
 
-__all__ = [
-    "AGREE",
-    "CLAIMS",
-    "MARGIN",
-    "STREAM_CLAIMS",
-    "Claim",
-    "Finding",
-    "Outcome",
-    "Verdict",
-    "exact",
-    "extent",
-    "find",
-    "first_step",
-    "gap",
-]
-
 MARGIN = 1.1
 FIRST = 0.02
 """Claims ignore steps before this fraction of the run: they average only a few samples."""

@@ -45,8 +45,6 @@ from tailavg.style import (
     write_figure,
 )
 
-__all__ = ["Figure", "inline", "make", "mean", "samples_touched", "save"]
-
 STYLES: dict[str, dict[str, Any]] = {
     "true": {"color": INK, "linewidth": 4.5, "alpha": 0.3},
     "raw": {"color": ORANGE, "linestyle": (0, (1, 1))},
@@ -209,7 +207,7 @@ def _turns(errors: Errors) -> Figure:
     windows = list(dict.fromkeys(curve.window for curve in rules))
     rows = [(window, what) for window in windows for what in ("gap to true", "samples touched")]
 
-    def line(curve: Curve, what: str) -> Reals:
+    def line(curve: Curve, what: str) -> Any:
         if what == "gap to true":
             return _gap(means, *curve)[t - 1]
         return samples_touched(rules[curve], t) / rules[curve].size(t)

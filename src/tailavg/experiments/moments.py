@@ -14,8 +14,6 @@ import numpy as np
 
 from tailavg.experiments.regression import Problem, Reals
 
-__all__ = ["expected_errors", "largest_stable_step", "noise_ball", "spectral_radius", "transition"]
-
 
 def transition(problem: Problem, step: float | None = None) -> tuple[Reals, Reals]:
     """The matrix and the vector of m' = matrix @ m + vector, at the problem's step or another."""

@@ -11,8 +11,6 @@ from tailavg import Exponential, TailAverage
 from tailavg.core.rules import WindowRule
 from tailavg.experiments.regression import Curve, Reals, methods
 
-__all__ = ["STREAMS", "promised", "settled_share", "sizes", "variances"]
-
 STREAMS = 5000
 BLOCK = 50
 

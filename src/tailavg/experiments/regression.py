@@ -13,19 +13,6 @@ import numpy.typing as npt
 from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, RawTail, TailAverage
 from tailavg.core.rules import WindowRule
 
-__all__ = [
-    "Curve",
-    "DivergedError",
-    "Errors",
-    "Problem",
-    "Regression",
-    "Tails",
-    "measure",
-    "measure_tails",
-    "methods",
-    "turns",
-]
-
 Reals = npt.NDArray[np.float64]
 Point = float | Literal["normal"]
 

@@ -35,8 +35,6 @@ from tailavg.experiments.moments import largest_stable_step, noise_ball, spectra
 from tailavg.experiments.regression import FRACTIONS, Errors, Tails
 from tailavg.experiments.run import Result
 
-__all__ = ["agreement", "summary", "value", "write"]
-
 MARKS = {Verdict.holds: "✓", Verdict.fails: "✗", Verdict.depends: "~"}
 
 
@@ -257,7 +255,8 @@ def _page(result: Result, pictures: list[str]) -> str:
 
 def _by_step(result: Result) -> list[tuple[Claim, list[Outcome | None]]]:
     """Return the claims, each with its outcome at every step; None if the iterates diverged."""
-    columns = [outcomes or [None] * len(CLAIMS) for outcomes in result.by_step.values()]
+    diverged: list[Outcome | None] = [None] * len(CLAIMS)
+    columns = [outcomes or diverged for outcomes in result.by_step.values()]
     return [(claim, list(row)) for claim, *row in zip(CLAIMS, *columns, strict=True)]
 
 

@@ -24,8 +24,6 @@ from tailavg.experiments.regression import (
     turns,
 )
 
-__all__ = ["Plan", "Result", "run"]
-
 THREADS = min(8, os.cpu_count() or 1)
 """NumPy releases the interpreter's lock while it computes."""
 
