@@ -10,7 +10,7 @@ from warnings import catch_warnings, simplefilter
 import numpy as np
 import typer
 
-from tailavg.cli.charts import LISTED, Chart, Panel, colour_of
+from tailavg.cli.charts import LISTED, Chart, Panel
 from tailavg.cli.common import fail, say
 from tailavg.cli.curves import Line
 from tailavg.io.files import check_writable, whole_file
@@ -70,29 +70,26 @@ def draw(chart: Chart, path: Path) -> None:
 def _draw_panel(chart: Chart, panel: Panel, axes: Axes) -> None:
     if chart.log_x:
         axes.set_xscale("log", nonpositive="mask")
+    else:
+        axes.xaxis.set_major_formatter("{x:,.10g}")
     if chart.log_y:
         axes.set_yscale("log", nonpositive="mask")
-    listed = chart.listed(panel)
-    for line in chart.drawn(panel):
-        colour, shown = colour_of(chart, line), line in listed[:LISTED]
-        label = chart.name_of(line) if shown else None
-        if label and label.startswith("_"):  # which would hide it
-            label = f" {label}"
-        if line.window < 0:
-            several = len(chart.runs) > 1
-            thin: dict[str, Any] = {"linewidth": 0.5, "alpha": 0.3 if several else 0.55}
-            _draw_line(axes, line, ".", 1, color=colour, label=label, zorder=1, **thin)
-            continue
-        dashes = DASHES[line.window % len(DASHES)] if len(chart.runs) > 1 else "-"
-        _draw_line(axes, line, "o", 3, color=colour, label=label, zorder=3, linestyle=dashes)
-        if line.band is not None:
-            axes.fill_between(*line.band, color=colour, alpha=0.2, linewidth=0, zorder=2)
-    if not chart.log_x:
-        axes.xaxis.set_major_formatter("{x:,.10g}")
     axes.set_ylabel(panel.name, parse_math=False)
-    if listed:
-        left = len(listed) - LISTED
-        legend = axes.legend(title=f"and {left} more" if left > 0 else None)
+    named = [line for line in panel.lines if line.listed]
+    for line in panel.lines:
+        style: dict[str, Any] = {"color": line.colour}
+        if line in named[:LISTED]:  # a name that begins with an underscore would be hidden
+            style["label"] = f" {line.name}" if line.name.startswith("_") else line.name
+        if line.window < 0:
+            style |= {"linewidth": 0.5, "alpha": 0.55 if line.listed else 0.3, "zorder": 1}
+            _draw_line(axes, line, ".", 1, **style)
+        else:
+            _draw_line(axes, line, "o", 3, linestyle=DASHES[line.dashes], zorder=3, **style)
+        if line.band is not None:
+            axes.fill_between(*line.band, color=line.colour, alpha=0.2, linewidth=0, zorder=2)
+    if named:
+        unnamed = len(named) - LISTED
+        legend = axes.legend(title=f"and {unnamed} more" if unnamed > 0 else None)
         for text in legend.get_texts():
             text.set_parse_math(False)
 

@@ -14,7 +14,7 @@ import typer
 
 from tailavg.cli import options, signals
 from tailavg.cli.blocks import Blocks
-from tailavg.cli.charts import Chart, Panel, printable
+from tailavg.cli.charts import Chart, Panel, printable, styled
 from tailavg.cli.common import fail, say
 from tailavg.cli.curves import Track
 from tailavg.cli.events import has_events, read_events
@@ -120,16 +120,14 @@ def plot(
         check(output, "--output", "html")
     bins = BINS if output is None else DETAIL.get(output.suffix.lower(), BINS)
     banded = band and method is Method.anytime
-    curves = Curves(names, x, partial(Track, rules, bins, log_x, banded, after))
+    titles = [window_title(each) for each in parsed]
+    curves = Curves(names, x, titles, raw, partial(Track, rules, bins, log_x, banded, after))
     counted = "step" if has_steps else "row" if column or fields else "sample"
     chart = Chart(
         title=printable(_title(files or []) if title is None else title),
         x_name=printable(x or "") or counted,
-        runs=[],
-        windows=[window_title(each) for each in parsed],
         log_x=log_x,
         log_y=log_y,
-        raw=raw,
     )
     screen = Screen(chart, curves) if output is None else None
     with screen.live() if screen and live else nullcontext():
@@ -226,8 +224,16 @@ def _read(file: str, rows: Rows, pause: float | None) -> Iterator[tuple[Array, l
 class Curves:
     """The tracks of all runs: of each file and key, one for each column."""
 
-    def __init__(self, names: list[str], x: str | None, new_track: Callable[[], Track]) -> None:
-        self.names, self._x, self._new_track = names, x, new_track
+    def __init__(
+        self,
+        names: list[str],
+        x: str | None,
+        windows: list[str],
+        raw: bool,
+        new_track: Callable[[], Track],
+    ) -> None:
+        self.names, self._x, self._windows, self._raw = names, x, windows, raw
+        self._new_track = new_track
         self.runs: dict[tuple[str, str], list[Track]] = {}
 
     def take_events(self, label: str, file: str) -> None:
@@ -266,11 +272,14 @@ class Curves:
 
     def drawn_in(self, chart: Chart) -> Chart:
         """Return the chart, with the curves as they are now."""
-        chart.runs = [printable(": ".join(filter(None, run))) or "(no name)" for run in self.runs]
+        runs = [printable(": ".join(filter(None, run))) or "(no name)" for run in self.runs]
         chart.panels = [Panel(printable(name), []) for name in self.names]
         for run, tracks in enumerate(self.runs.values()):
             for panel, track in zip(chart.panels, tracks, strict=True):
-                panel.lines += track.lines(run)
+                lines = track.lines() if self._raw else track.lines()[1:]
+                panel.lines += [styled(line, run, runs, self._windows) for line in lines]
+        for panel in chart.panels:
+            panel.lines.sort(key=lambda line: line.window >= 0)  # averages cover samples
         return chart
 
 
