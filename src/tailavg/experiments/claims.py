@@ -107,17 +107,17 @@ class Finding:
 
 
 def exact(window: str) -> Curve:
-    """The curve of the exact average of a window."""
+    """Return the curve of the exact average of a window."""
     return Curve(window, "truek" if window.startswith("k") else "true")
 
 
 def first_step(total: int) -> int:
-    """The first step that claims consider."""
+    """Return the first step that claims consider."""
     return max(1, math.ceil(FIRST * total))
 
 
 def gap(over: Reals, under: Reals) -> Reals:
-    """The ratio of two curves at every t, its logarithm averaged over a tenth of a decade.
+    """Return the ratio of two curves at every t, its log averaged over a tenth of a decade.
 
     Each t weighs 1/t, so that the average is even on a logarithmic axis.
     """
@@ -135,13 +135,13 @@ def _gaps(means: Means, over: Curve, under: Curve) -> Reals:
 
 
 def extent(means: Means, window: str, *names: str) -> tuple[float, float]:
-    """The smallest and the largest gap of any of the curves to the exact one."""
+    """Return the smallest and the largest gap of any of the curves to the exact one."""
     gaps = [_gaps(means, Curve(window, name), exact(window)) for name in names]
     return float(np.min(gaps)), float(np.max(gaps))
 
 
 def _far(means: Means, over: Curve, under: Curve, both: bool = False) -> tuple[float, int]:
-    """The largest gap, or the one furthest from 1, and its t."""
+    """Return the largest gap, or the one furthest from 1, and its t."""
     gaps = _gaps(means, over, under)
     at = int(np.argmax(np.abs(np.log(gaps)) if both else gaps))
     return float(gaps[at]), first_step(len(means[over])) + at

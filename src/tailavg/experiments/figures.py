@@ -106,12 +106,12 @@ def make(result: Result) -> list[Figure]:
 
 
 def mean(errors: Reals) -> tuple[Reals, Reals]:
-    """The mean over runs and its standard error, at every step."""
+    """Return the mean over runs and its standard error, at every step."""
     return errors.mean(axis=1), errors.std(axis=1, ddof=1) / np.sqrt(errors.shape[1])
 
 
 def _some(first: int, last: int, most: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """At most `most` steps, evenly spread on a log scale."""
+    """Return at most `most` steps, evenly spread on a log scale."""
     return np.unique(np.geomspace(first, last, most).round().astype(np.int64))
 
 
@@ -133,7 +133,7 @@ def _steps_axis(axes: Axes) -> None:
 
 
 def _names(window: str) -> list[str]:
-    """The paper's methods for a window; the exact one first, at the bottom."""
+    """Return the paper's methods for a window; the exact one first, at the bottom."""
     names = [curve.method for curve in methods(1) if curve.window == window]
     return sorted(names, key=lambda name: not name.startswith("true"))
 
@@ -191,7 +191,7 @@ def _gap(means: Means, window: str, method: str) -> Reals:
 
 
 def samples_touched(rule: WindowRule, steps: Iterable[int]) -> Reals:
-    """How many samples back the average reaches, at each of `steps`."""
+    """Return how many samples back the average reaches, at each of `steps`."""
     average, touched = TailAverage(rule), []
     for t in steps:
         average.update_many(np.zeros(t - average.count))
@@ -369,7 +369,7 @@ def _draw(figure: Figure) -> Canvas:
 
 
 def inline(figure: Figure, svg: str) -> str:
-    """A saved figure for a page, in the page's own ink and paper."""
+    """Return a saved figure for a page, in the page's own ink and paper."""
     svg = svg[svg.index("<svg") :].replace(INK, "currentColor").replace(PAPER, "none")
     svg = re.sub(r"\s*<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     return f'<div class=wide role="img" aria-label="{escape(figure.title)}">{svg}</div>'

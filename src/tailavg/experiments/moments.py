@@ -40,7 +40,7 @@ def largest_stable_step(problem: Problem) -> float:
 
 
 def expected_errors(problem: Problem) -> Reals:
-    """The expected excess error of the iterate after each batch."""
+    """Return the expected excess error of the iterate after each batch."""
     matrix, vector = transition(problem)
     start, optimum = problem.start, problem.optimum
     drawn = (start == "normal") + (optimum == "normal")

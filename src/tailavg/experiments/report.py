@@ -57,7 +57,7 @@ def write(result: Result, folder: Path, advance: Callable[[int], Any] = lambda _
 
 
 def summary(result: Result) -> list[str]:
-    """Does the paper hold? In three sentences."""
+    """Say in three sentences whether the paper holds."""
     findings, means = result.findings, result.by_seed[0]
     others = [finding for finding in findings if finding.verdict is not Verdict.holds]
     told = [
@@ -111,12 +111,12 @@ def _tails(tails: Tails) -> Iterator[list[Any]]:
 
 
 def value(number: float) -> str:
-    """A deciding number."""
+    """Format a deciding number."""
     return f"{number:.3f}" if number < 2 else f"{number:.2f}"
 
 
 def agreement(finding: Finding) -> str:
-    """How many seeds agree, if seeds matter."""
+    """Say how many seeds agree, if seeds matter."""
     return f"{finding.agreeing} of {len(finding.outcomes)} seeds" if finding.claim.seeds else ""
 
 
