@@ -166,12 +166,13 @@ class JsonInput(CsvInput):
                 fields, end = _SCAN(line, 0)
                 if end != len(line):
                     raise ValueError("expected nothing after the object")
-                numbers += self._numbers(fields)
-                if self.by is not None:
-                    keys.append(self._key(fields))
+                row, key = self._read(fields)
+                numbers += row
+                keys.append(key)
         except (StopIteration, RecursionError) as error:
             raise ValueError("expected JSON objects") from error
-        return np.array(numbers).reshape(-1, len(self.columns)), keys
+        rows = np.array(numbers).reshape(-1, len(self.columns))
+        return rows, [] if self.by is None else keys
 
     def parse(self, line: str) -> Row:
         """Parse a line; raise a ValueError that says what is wrong with it."""
@@ -180,11 +181,10 @@ class JsonInput(CsvInput):
             fields = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"expected a JSON object ({error})") from error
-        numbers = self._numbers(fields)
-        return Row(line, numbers, "" if self.by is None else self._key(fields), fields)
+        return Row(line, *self._read(fields), fields)
 
-    def _numbers(self, fields: Any) -> list[float]:
-        """Return the numbers of an object; raise a ValueError if it is not as expected."""
+    def _read(self, fields: Any) -> tuple[list[float], str]:
+        """Return the numbers and the key of an object; raise a ValueError if one is missing."""
         if fields.__class__ is not dict:
             raise ValueError("expected a JSON object")
         numbers = []
@@ -193,16 +193,17 @@ class JsonInput(CsvInput):
             if number.__class__ is not float:
                 number = _as_float(fields, name)
             numbers.append(number)
-        if not self._taken.isdisjoint(fields):
+        key: Any = ""
+        if self.by is not None:
+            key = _field(fields, self.by)
+            if key.__class__ is not str:
+                key = json.dumps(key)
+        if not fields.keys().isdisjoint(self._taken):
             taken = min(self._taken & fields.keys())
             raise ValueError(f"expected no field {taken!r}, the name of the average")
         if not self.names:
             self.names = list(fields)
-        return numbers
-
-    def _key(self, fields: dict[str, Any]) -> Any:
-        key = _field(fields, self.by)
-        return key if key.__class__ is str else json.dumps(key)
+        return numbers, key
 
     @cached_property
     def _taken(self) -> set[str]:
@@ -312,7 +313,7 @@ def nearest(name: str, names: list[str]) -> str:
     return f"{intro}: {', '.join(clipped)}"
 
 
-def _field(fields: dict[str, Any], name: str | None) -> Any:
+def _field(fields: dict[str, Any], name: str) -> Any:
     if name not in fields:
         raise ValueError(f"expected a field {name!r}, got {list(fields)[:20]}")
     return fields[name]
