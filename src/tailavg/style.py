@@ -10,23 +10,6 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = [
-    "BLUE",
-    "BROWN",
-    "COLOURS",
-    "GREEN",
-    "GREY",
-    "INK",
-    "LOOK",
-    "ORANGE",
-    "PAPER",
-    "PINK",
-    "PURPLE",
-    "SKY",
-    "VERMILION",
-    "write_figure",
-]
-
 BLUE, VERMILION, GREEN, PINK = "#0083cc", "#d55e00", "#009e73", "#cc79a7"
 ORANGE, SKY, PURPLE, BROWN = "#e69f00", "#56b4e9", "#8b2f8f", "#8c6d31"
 COLOURS = (BLUE, VERMILION, GREEN, PINK, ORANGE, SKY, PURPLE, BROWN)

@@ -43,11 +43,11 @@ def test_bins_hold_the_extremes_of_their_rows(size, cuts, log, odd):
     xs, ys = samples(size, odd=odd)
     averages = TailAverage(RULE).scan(ys)
     track = taken(xs, ys, cuts, log=log)
-    ends = track.lines(0)[0].bins.end
+    ends = track.lines()[0].bins.end
     assert ends[-1] == size
     assert len(ends) <= 64 if not log else len(ends) <= 8 * np.log2(size + 1) + 8
     starts = np.concatenate([[0], ends[:-1]])
-    for line, curve in zip(track.lines(0), (ys, averages), strict=True):
+    for line, curve in zip(track.lines(), (ys, averages), strict=True):
         bins, known = line.bins, np.isfinite(curve)
         np.testing.assert_array_equal(bins.end, ends)
         np.testing.assert_array_equal(bins.first, xs[starts])
@@ -56,14 +56,14 @@ def test_bins_hold_the_extremes_of_their_rows(size, cuts, log, odd):
         high = np.maximum.reduceat(np.where(known, curve, -np.inf), starts)
         np.testing.assert_allclose(bins.low, low, rtol=1e-12)
         np.testing.assert_allclose(bins.high, high, rtol=1e-12)
-    assert track.lines(0)[1].now == pytest.approx(averages[-1], nan_ok=True)
+    assert track.lines()[1].now == pytest.approx(averages[-1], nan_ok=True)
 
 
 @pytest.mark.parametrize("log", [False, True])
 def test_does_not_depend_on_how_rows_come(log):
     xs, ys = samples(5000)
     whole, parts = (taken(xs, ys, cuts, log=log) for cuts in ([], range(0, 5000, 7)))
-    for one, two in zip(whole.lines(0), parts.lines(0), strict=True):
+    for one, two in zip(whole.lines(), parts.lines(), strict=True):
         for field in ("end", "first", "last"):
             np.testing.assert_array_equal(getattr(one.bins, field), getattr(two.bins, field))
         for field in ("low", "high"):
@@ -77,7 +77,7 @@ def test_does_not_depend_on_how_rows_come(log):
 @pytest.mark.parametrize("log", [False, True])
 def test_band_is_a_standard_error_of_few_rows(size, log):
     xs, ys = samples(size)
-    band = taken(xs, ys, [size // 3], log=log).lines(0)[1].band
+    band = taken(xs, ys, [size // 3], log=log).lines()[1].band
     assert len(band.x) <= BANDED + 1
     assert size < 50 or len(band.x) >= BANDED // 5
     average, done = TailAverage(RULE), 0
@@ -94,7 +94,7 @@ def test_band_is_a_standard_error_of_few_rows(size, log):
 def test_points_pass_through_every_sample_of_narrow_bins():
     xs, ys = samples(100)
     for most in (128, 64):  # one and two samples to a bin
-        line = taken(xs, ys, [], most=most).lines(0)[0]
+        line = taken(xs, ys, [], most=most).lines()[0]
         np.testing.assert_array_equal(line.points(), [xs, ys])
 
 
@@ -106,7 +106,7 @@ def test_rows_before_are_averaged_and_not_drawn(after, log):
     track = Track([RULE], 64, log, True, after)
     for start in range(0, 3000, 700):
         track.take(xs[start : start + 700], ys[start : start + 700])
-    raw, line = track.lines(0)
+    raw, line = track.lines()
     scanned = TailAverage(RULE).scan(ys)
     for drawn, curve in ((raw, ys), (line, scanned)):
         points = drawn.points()
@@ -114,12 +114,12 @@ def test_rows_before_are_averaged_and_not_drawn(after, log):
         assert points[1].max() == pytest.approx(curve[after:].max())
         assert points[1].min() == pytest.approx(curve[after:].min())
     assert line.band is None or line.band.x.min() >= xs[after]
-    assert Track([RULE], 64, log, True, 3000).lines(0) == []
+    assert Track([RULE], 64, log, True, 3000).lines() == []
 
 
 def test_a_band_has_the_gaps_of_its_curve():
     xs, ys = samples(2000, odd=[(1000, np.nan)])
-    x, low, _ = taken(xs, ys, []).lines(0)[1].band
+    x, low, _ = taken(xs, ys, []).lines()[1].band
     known = np.isfinite(TailAverage(RULE).scan(ys)[np.round(x / 2.5).astype(int)])
     assert 10 < np.count_nonzero(~known) < len(x)
     np.testing.assert_array_equal(np.isfinite(low)[20:], known[20:])
@@ -127,7 +127,7 @@ def test_a_band_has_the_gaps_of_its_curve():
 
 def test_lines_do_not_go_back():
     xs = np.concatenate([np.arange(50), np.arange(30)])
-    line = taken(xs, np.arange(80.0), [], most=128).lines(0)[0]
+    line = taken(xs, np.arange(80.0), [], most=128).lines()[0]
     across, drawn = line.points()
     assert len(drawn) == 81
     assert np.isnan(drawn[50])
@@ -136,7 +136,7 @@ def test_lines_do_not_go_back():
 
 def test_gaps_are_not_bridged():
     xs, ys = samples(10, odd=[(4, np.nan)])
-    _, drawn = taken(xs, ys, []).lines(0)[0].points()
+    _, drawn = taken(xs, ys, []).lines()[0].points()
     np.testing.assert_array_equal(np.isnan(drawn), np.arange(10) == 4)
 
 

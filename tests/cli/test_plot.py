@@ -301,7 +301,7 @@ def test_event_files(tmp_path, writer):
             1,
             "200 runs",
         ),
-        (["folder"], "", 2, "event files are read with --column TAG"),
+        (["folder"], "", 2, "choose a tag of event files with --column"),
         (["folder", "-c", "x"], "", 1, "expected event files with scalars, got none"),
     ],
 )

@@ -161,8 +161,8 @@ def test_keys_in_arrays_take_little_memory():
     averages = Averages(READS["fraction"], 1)
     for start in range(0, 10_000, 1000):
         keys = [f"key{i:07d}" for i in range(start, start + 1000)]
-        averages.scan_keys(keys, np.ones((1000, 1)), 1)
-    table = averages._held[0]._table
+        averages.scan(np.ones((1000, 1)), keys)
+    table = averages._tables[0]._table
     held = [part for part in vars(table).values() if isinstance(part, np.ndarray)]
     assert len(averages) == 10_000
     assert sum(part.nbytes for part in held) / 10_000 < 120

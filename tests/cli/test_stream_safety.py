@@ -178,7 +178,7 @@ def test_a_state_that_does_not_fit_on_the_disk(tmp_path):
     )
     assert process.returncode == 1
     assert process.stdout == "3\n"
-    assert "cannot save the state, which is as it was: File too large" in process.stderr
+    assert "state not saved, the file is unchanged: File too large" in process.stderr
     assert state.read_bytes() == before
     assert files(tmp_path) == ["state"]
 

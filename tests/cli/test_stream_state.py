@@ -108,7 +108,6 @@ def test_a_line_alone_is_not_scanned(monkeypatch, method, kind):
     monkeypatch.setattr(TailAverages, "scan_parts", refuse)
     for name in ("numbers", "table"):
         monkeypatch.setattr(BlockReader, name, refuse)
-    monkeypatch.setattr("tailavg.cli.stream.format_numbers", refuse)
     assert answers(session, [f"{number}\n" for number in NUMBERS]).count("\n") == len(NUMBERS)
     # nothing but the averages is kept, and they have not grown
     ((_, averages),) = session.averages.saved()

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tailavg import AnyTail, AnytimeWindow
-from tests.support.streams import CSV, JSON, NUMBERS, ROWS, any_tail, close, done, expected
+from tests.support.streams import CSV, JSON, NUMBERS, ROWS, any_tail, close, done, expected, run
 
 
 def by_run():
@@ -96,3 +96,11 @@ def test_several_windows_of_columns_and_keys():
     ]
     text = done("--windows", "0.5,10", "--output", "csv", text="1\n2\n")
     assert text == "value,average_0.5,average_10\n1,1,1\n2,2,1.5\n"
+
+
+@pytest.mark.parametrize("many", [1, 40])
+def test_a_skipped_object_does_not_name_the_columns(many):
+    text = '{"x": 1, "odd": 2}\n' + '{"x": 3, "k": "a"}\n' * many
+    options = ["-w", "2", "-f", "x", "--by", "k", "--output", "csv", "--skip-bad"]
+    ended = run(*options, text=text)
+    assert ended.stdout == "x,k,x_average\n" + "3,a,3\n" * many

@@ -9,24 +9,11 @@ from __future__ import annotations
 
 import csv
 import io
-import re
 from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-__all__ = [
-    "NUMBER",
-    "Array",
-    "BlockReader",
-    "csv_line",
-    "decode",
-    "encode",
-    "format_numbers",
-    "parse_number",
-    "split_cells",
-]
 
 NUMBER = "%.12g"
 """The format of numbers in the output."""
@@ -41,7 +28,6 @@ Array = npt.NDArray[Any]
 
 _DECIMAL = b"0123456789+-.eE"  # pyarrow reads cells of these bytes exactly as float does
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_HALF = re.compile("[\ud800-\udc7f\udd00-\udfff]")  # the others stand for invalid bytes
 _CHUNK = 2000  # numbers to format at once: their objects fit the cache
 
 
@@ -155,11 +141,14 @@ def _floats(texts: list[str]) -> Array:
     return np.fromiter(map(float, texts), np.float64, len(texts))
 
 
-def parse_number(text: str) -> float:
+def parse_number(text: str, expected: str = "a number") -> float:
     """Return what `float` reads; raise a ValueError at an underscore, which `float` allows."""
-    if "_" in text:
-        raise ValueError("expected a number, got an underscore")
-    return float(text)
+    try:
+        if "_" not in text:
+            return float(text)
+    except ValueError:
+        pass
+    raise ValueError(f"expected {expected}")
 
 
 def split_cells(line: str) -> list[str]:
@@ -180,17 +169,17 @@ def csv_line(cells: list[str]) -> str:
     return text.getvalue()
 
 
-def format_numbers(numbers: Array) -> bytes:
-    r"""Format one number per line; of a matrix, one row per line, with tabs between numbers.
+def format_numbers(numbers: Array, separator: str = "\t") -> bytes:
+    r"""Format one number per line; of a matrix, one row per line.
 
     Examples:
         >>> format_numbers(np.array([1.5, -20, 1 / 3, 1e-9]))
         b'1.5\n-20\n0.333333333333\n1e-09\n'
-        >>> format_numbers(np.array([[1.5, -20], [1 / 3, 1e-9]]))
-        b'1.5\t-20\n0.333333333333\t1e-09\n'
+        >>> format_numbers(np.array([[1.5, -20], [1 / 3, 1e-9]]), ",")
+        b'1.5,-20\n0.333333333333,1e-09\n'
     """
     width = max(1, numbers[:1].size)
-    line = "\t".join([NUMBER] * width).encode() + b"\n"
+    line = separator.join([NUMBER] * width).encode() + b"\n"
     step = max(1, _CHUNK // width)
     chunks = (numbers[start : start + step] for start in range(0, len(numbers), step))
     return b"".join([line * len(chunk) % tuple(chunk.ravel().tolist()) for chunk in chunks])
@@ -206,5 +195,4 @@ def encode(text: str) -> bytes:
     try:
         return text.encode(errors="surrogateescape")
     except UnicodeEncodeError:
-        escaped = _HALF.sub(lambda half: f"\\u{ord(half[0]):x}", text)
-        return escaped.encode(errors="surrogateescape")
+        return text.encode(errors="backslashreplace")

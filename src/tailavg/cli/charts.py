@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -14,26 +14,13 @@ from tailavg.cli.common import fail
 from tailavg.cli.curves import Line
 from tailavg.style import COLOURS, GREY
 
-__all__ = [
-    "LISTED",
-    "Chart",
-    "Panel",
-    "colour_of",
-    "labels",
-    "limits",
-    "number",
-    "printable",
-    "ticks",
-    "with_error",
-]
-
 LISTED = 20
 """The most lines that a legend names."""
 
 
 @dataclass
 class Panel:
-    """The curves of one column."""
+    """The curves of one column: samples first, then averages."""
 
     name: str
     lines: list[Line]
@@ -45,49 +32,38 @@ class Chart:
 
     title: str
     x_name: str
-    runs: list[str]
-    windows: list[str]
     log_x: bool
     log_y: bool
-    raw: bool
     panels: list[Panel] = field(default_factory=list)
 
     def check(self) -> None:
         """Fail if there is nothing to draw."""
-        for panel in self.panels:
-            for xs, ys in (line.points() for line in self.drawn(panel)):
-                seen = (
-                    np.isfinite(ys) & ((ys > 0) | (not self.log_y)) & ((xs > 0) | (not self.log_x))
-                )
-                if seen.any():
-                    return
+        for line in (line for panel in self.panels for line in panel.lines):
+            xs, ys = line.points()
+            positive = ((ys > 0) | (not self.log_y)) & ((xs > 0) | (not self.log_x))
+            if np.any(np.isfinite(ys) & positive):
+                return
         above = " above 0, for a logarithmic axis" if self.log_x or self.log_y else ""
         fail(f"expected at least one number{above} to draw, got none")
 
-    def name_of(self, line: Line) -> str:
-        """What a legend calls a line."""
-        window = "samples" if line.window < 0 else self.windows[line.window]
-        if len(self.runs) == 1:
-            return window
-        if len(self.windows) == 1 and line.window >= 0:
-            return self.runs[line.run]
-        return f"{self.runs[line.run]}, {window}"
 
-    def drawn(self, panel: Panel) -> list[Line]:
-        """The lines to draw: samples first, then averages."""
-        return sorted(
-            (line for line in panel.lines if self.raw or line.window >= 0),
-            key=lambda line: line.window >= 0,
-        )
+def styled(line: Line, run: int, runs: Sequence[str], windows: Sequence[str]) -> Line:
+    """Give a line its style: a colour for each window of a single run, or for each of several.
 
-    def listed(self, panel: Panel) -> list[Line]:
-        """The lines of the legend: the averages, and of a single run the samples too."""
-        lines = self.drawn(panel)
-        return lines if len(self.runs) == 1 else [line for line in lines if line.window >= 0]
+    The legend names the averages, and the samples of a single run.
+    """
+    samples = line.window < 0
+    window = "samples" if samples else windows[line.window]
+    if len(runs) == 1:
+        colour = GREY if samples else COLOURS[line.window % len(COLOURS)]
+        return replace(line, name=window, colour=colour)
+    name = runs[run] if len(windows) == 1 and not samples else f"{runs[run]}, {window}"
+    colour = COLOURS[run % len(COLOURS)]
+    return replace(line, name=name, colour=colour, dashes=line.window % 4, listed=not samples)
 
 
 def printable(name: str) -> str:
-    """A name without what would confuse a terminal or a file: controls, and halves of characters.
+    """Replace what would confuse a terminal or a file: controls, and halves of characters.
 
     Examples:
         >>> printable("loss\\x1b[2J")
@@ -96,15 +72,8 @@ def printable(name: str) -> str:
     return "".join(each if each.isprintable() else "\ufffd" for each in name)
 
 
-def colour_of(chart: Chart, line: Line) -> str:
-    """Return a colour for each window of a single run, or for each run of several."""
-    if len(chart.runs) > 1:
-        return COLOURS[line.run % len(COLOURS)]
-    return GREY if line.window < 0 else COLOURS[line.window % len(COLOURS)]
-
-
 def limits(values: Sequence[Any], log: bool) -> tuple[float, float]:
-    """The least and the greatest of arrays that can be drawn; some range if there is none."""
+    """Return the least and the greatest value that can be drawn; some range if there is none."""
     least, greatest = np.inf, -np.inf
     for each in values:
         usable = each[np.isfinite(each) & ((each > 0) if log else True)]
@@ -121,23 +90,21 @@ def limits(values: Sequence[Any], log: bool) -> tuple[float, float]:
 
 
 def ticks(least: float, greatest: float, most: int, log: bool) -> list[float]:
-    """At most so many round numbers between two; on a logarithmic axis decades, and 2s and 5s.
+    """Return at most so many round numbers; on a logarithmic axis decades, and 2s and 5s.
 
     Examples:
         >>> ticks(0.03, 1.12, 6, log=False), ticks(3, 20_000, 6, log=True)
         ([0.2, 0.4, 0.6, 0.8, 1.0], [10.0, 100.0, 1000.0, 10000.0])
     """
     if log:
-        low, high = math.floor(math.log10(least)), math.ceil(math.log10(greatest))
-        decades = [((1,), stride) for stride in range(1, high - low + 2)]
-        for steps, stride in [((1, 2, 5), 1), *decades]:  # ever fewer
-            powers = range(stride * math.ceil(low / stride), high + 1, stride)
-            found = [float(f"{step}e{power}") for power in powers for step in steps]
-            found = [each for each in found if least <= each <= greatest]
+        powers = range(math.floor(math.log10(least)), math.ceil(math.log10(greatest)) + 1)
+        for digits in ((1, 2, 5), (1,)):
+            found = [float(f"{digit}e{power}") for power in powers for digit in digits]
+            found = [tick for tick in found if least <= tick <= greatest]
             if len(found) <= most:
                 break
         if len(found) > 1:
-            return found
+            return found[:: math.ceil(len(found) / most)]
     rough = (greatest - least) / max(1, most)
     if not 1e-15 * max(abs(least), abs(greatest)) < rough < math.inf:
         return [least, greatest]
@@ -148,7 +115,7 @@ def ticks(least: float, greatest: float, most: int, log: bool) -> list[float]:
 
 
 def number(value: float, digits: int = 4) -> str:
-    """A number as a legend shows it.
+    """Format a number for a legend.
 
     Examples:
         >>> number(2_500_000), number(0.00012345), number(0.25)
@@ -160,7 +127,7 @@ def number(value: float, digits: int = 4) -> str:
 
 
 def with_error(value: float, error: float, sign: str = "±") -> str:
-    """A value with as many digits as its error leaves.
+    """Format a value with as many digits as its error leaves.
 
     Examples:
         >>> with_error(1700000000.53, 0.12), with_error(0.25, float("nan"))
@@ -175,7 +142,7 @@ def with_error(value: float, error: float, sign: str = "±") -> str:
 
 
 def labels(found: Sequence[float]) -> list[str]:
-    """Ticks as an axis shows them: with as many digits as they have.
+    """Format ticks with as many digits as they need.
 
     Examples:
         >>> labels([10000.5, 10001.0, 10001.5])

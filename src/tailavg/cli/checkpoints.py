@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import re
-import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from tailavg.cli.common import Method, fail, parse_rule, parse_windows, window_name
+from tailavg.cli import options
+from tailavg.cli.common import fail
+from tailavg.cli.options import Method, parse_rule, parse_windows, window_name
 from tailavg.core.decay import Decay
 from tailavg.core.rules import WindowRule
 from tailavg.core.windows import Window
 
 if TYPE_CHECKING:
     from tailavg.checkpoints import Merge
-
-__all__ = ["checkpoints"]
-
 
 Sort = Literal["step", "name", "mtime"]
 DType = Literal["float64", "float32", "float16", "bfloat16"]
@@ -42,19 +41,8 @@ def checkpoints(
             help="The file or folder to write; {window} stands for each of --windows.",
         ),
     ],
-    window: Annotated[
-        str | None,
-        typer.Option(
-            help="How many of the last checkpoints to average (10), or which fraction (0.25); "
-            "1 is the last one, 1.0 all of them."
-        ),
-    ] = None,
-    windows: Annotated[
-        str | None,
-        typer.Option(
-            help="Several windows, such as 0.1,0.25,10, with an output for each; replaces --window."
-        ),
-    ] = None,
+    window: Annotated[str | None, options.WINDOW] = None,
+    windows: Annotated[str | None, options.WINDOWS] = None,
     sort: Annotated[
         Sort,
         typer.Option(help="Order by the numbers in names, by name, or by modification time."),
@@ -117,25 +105,23 @@ def checkpoints(
     from tailavg.checkpoints import CheckpointError, Merge, read_weights, steps_of
 
     ordered = _in_order(files, sort)
-    outputs: dict[Path, Any] = {}
+    outputs: dict[Path, Any]
     if weights is None:
-        for name, parsed in _names(output, window, windows).items():
-            outputs[name] = _rule(parsed, method, accumulators, decay, by_step)
+        parsed = _windows_of_outputs(output, window, windows)
+        rule = partial(_rule, method, accumulators, decay, by_step)
+        outputs = {path: rule(each) for path, each in parsed.items()}
     else:
-        _check_alone(
-            window=window,
-            windows=windows,
-            method=method,
-            accumulators=accumulators,
-            decay=decay,
-            by_step=by_step or None,
-        )
-        outputs[output] = None  # until the files are known to have names that can be right
+        replaced: dict[str, Any] = {"window": window, "windows": windows, "method": method}
+        replaced |= {"accumulators": accumulators, "decay": decay, "by-step": by_step or None}
+        for option, value in replaced.items():
+            if value is not None:
+                raise typer.BadParameter(f"--weights replaces --{option}: leave one of them out")
+        outputs = {output: None}
     for path in outputs:
-        _check_names(files, path)
+        _check_paths(files, path)
     try:
         if weights is not None:
-            outputs[output] = read_weights(weights, len(ordered))
+            outputs = {output: read_weights(weights, len(ordered))}
         merge = Merge(
             ordered,
             outputs,
@@ -158,27 +144,29 @@ def checkpoints(
     for path, shares in merge.weights.items():
         used = merge.used(path)
         if dry_run:
-            _echo(f"{path} would be the average of")
+            typer.echo(f"{path} would be the average of")
             width = max(len(str(file)) for file in used)
             for file, share in zip(used, shares[shares != 0], strict=True):
-                _echo(f"  {file!s:{width}}  {share:.6g}")
+                typer.echo(f"  {file!s:{width}}  {share:.6g}")
         else:
             span = f"{used[0]} to {used[-1]}" if len(used) > 1 else f"{used[0]}"
-            _echo(f"{path}: the average of {len(used)} of {len(files)} checkpoints, {span}")
+            typer.echo(f"{path}: the average of {len(used)} of {len(files)} checkpoints, {span}")
 
 
-def _names(output: Path, window: str | None, windows: str | None) -> dict[Path, Window]:
-    """Return the outputs, each with its window."""
+def _windows_of_outputs(
+    output: Path, window: str | None, windows: str | None
+) -> dict[Path, Window]:
+    """Return the window of each output."""
     parsed = parse_windows(window, windows)
     if windows is None:
         return {output: parsed[0]}
-    names = {Path(str(output).replace("{window}", window_name(one))): one for one in parsed}
-    if len(names) < len(parsed):
+    outputs = {Path(str(output).replace("{window}", window_name(each))): each for each in parsed}
+    if len(outputs) < len(parsed):
         raise typer.BadParameter(
             "several windows need {window} in the name, as in average-{window}.pt",
             param_hint="--output",
         )
-    return names
+    return outputs
 
 
 def _run(merge: Merge) -> None:
@@ -200,26 +188,12 @@ def _run(merge: Merge) -> None:
         merge.run(lambda done, total: bar.update(task, completed=done, total=total))
 
 
-def _echo(text: str) -> None:
-    encoding = sys.stdout.encoding or "utf-8"  # which may lack characters of a name
-    typer.echo(text.encode(encoding, "backslashreplace").decode(encoding))
-
-
-def _check_alone(**options: object) -> None:
-    """Raise if --weights comes with an option that it replaces."""
-    for name, value in options.items():
-        if value is not None:
-            raise typer.BadParameter(
-                f"--weights replaces --{name.replace('_', '-')}: leave one of them out"
-            )
-
-
 def _rule(
-    window: Window,
     method: Method | None,
     accumulators: int | None,
     decay: Shape | None,
     by_step: bool,
+    window: Window,
 ) -> WindowRule | Decay:
     """Return the rule that the options describe."""
     for option, given in ("--decay", decay is not None), ("--by-step", by_step):
@@ -231,8 +205,8 @@ def _rule(
     return Decay(window, decay)
 
 
-def _check_names(paths: list[Path], output: Path) -> None:
-    """Raise if the names cannot be right."""
+def _check_paths(paths: list[Path], output: Path) -> None:
+    """Raise if these paths cannot be averaged, or the output cannot be written."""
     from tailavg.checkpoints import SAFETENSORS, TORCH
 
     folders = [path for path in paths if path.is_dir()]

@@ -19,8 +19,6 @@ from tailavg.core.rules import WindowRule
 from tailavg.numpy import TailAverage
 from tailavg.numpy.arithmetic import Array
 
-__all__ = ["Band", "Bins", "Grid", "Line", "Track"]
-
 LARGEST = 1e300
 """Values beyond are drawn here: a picture of all floats would overflow."""
 
@@ -37,7 +35,7 @@ class Grid:
         self.each = most // 16  # to an octave
 
     def ends(self, start: int, stop: int) -> Array:
-        """The ends after `start`, up to `stop`.
+        """Return the ends after `start`, up to `stop`.
 
         Examples:
             >>> Grid(64, log=True).ends(5, 20)
@@ -49,13 +47,11 @@ class Grid:
         ends = np.ceil(2.0 ** (np.arange(first, last + 2) / self.each) - 1e-9).astype(np.int64)
         return np.unique(ends[(ends > start) & (ends <= stop)])
 
-    def widen(self) -> None:
-        """Make bins twice as wide."""
-        self.width *= 2
-
-    def full(self, bins: int) -> bool:
-        """Whether there are so many bins that they are to be wider."""
-        return not self.log and bins > self.most
+    def widen(self, bins: int) -> bool:
+        """Make bins twice as wide if there are too many. Return whether it was done."""
+        too_many = not self.log and bins > self.most
+        self.width *= 1 + too_many
+        return too_many
 
 
 class Bins(NamedTuple):
@@ -74,7 +70,7 @@ class Bins(NamedTuple):
 
     @classmethod
     def of(cls, xs: Array, curves: Array, before: int, cuts: Array) -> Bins:
-        """The bins of rows after row `before`, which end at `cuts` and at the last row."""
+        """Return the bins of rows after row `before`, which end at `cuts` and at the last row."""
         stop = before + len(xs)
         ends = cuts if len(cuts) and cuts[-1] == stop else np.append(cuts, stop)
         starts = np.concatenate([[0], ends[:-1] - before])
@@ -89,7 +85,7 @@ class Bins(NamedTuple):
         return cls(ends, xs[starts], xs[lasts], low, high, rising)
 
     def joined(self, starts: Array) -> Bins:
-        """Runs of one or two bins as one, each from a start to the next."""
+        """Merge runs of one or two bins, each from a start to the next."""
         left, right = starts, np.append(starts[1:], len(self.end)) - 1
         later_low = self.low[:, right] < self.low[:, left]
         later_high = self.high[:, right] > self.high[:, left]
@@ -104,7 +100,7 @@ class Bins(NamedTuple):
         )
 
     def followed(self, other: Bins) -> Bins:
-        """These, and then others."""
+        """Return these bins, and then others."""
         return Bins(*(np.concatenate(pair, axis=-1) for pair in zip(self, other, strict=True)))
 
 
@@ -120,8 +116,6 @@ class Band(NamedTuple):
 class Line:
     """A curve to draw."""
 
-    run: int
-    """Of which run it is: a file, a key, or a key in a file."""
     window: int
     """Of which window it is the average; -1 for the samples themselves."""
     bins: Bins
@@ -130,9 +124,14 @@ class Line:
     """Its last value."""
     error: float
     """The standard error of that; NaN if unknown."""
+    name: str = ""
+    colour: str = ""
+    dashes: int = 0
+    listed: bool = True
+    """Whether the legend names it."""
 
     def points(self) -> tuple[Array, Array]:
-        """Points to connect, two for each bin; NaN where there is a gap, or x goes back."""
+        """Return points to connect, two for each bin; NaN where there is a gap, or x goes back."""
         bins = self.bins
         low, high = (np.where(np.isfinite(each), each, np.nan) for each in (bins.low, bins.high))
         xs = np.stack([bins.first, bins.last], axis=1)
@@ -156,9 +155,8 @@ class Track:
         self._grid = Grid(most, log)
         self._bins: Bins | None = None
         self._banded = Grid(BANDED, log) if band else None
-        self._noted: list[
-            tuple[int, float, list[float], list[float]]
-        ] = []  # row, x, values, errors
+        self._noted: list[tuple[int, float, list[float], list[float]]] = []
+        """Row, x, values and standard errors of the averages."""
         self._last = math.nan
 
     def take(self, xs: Array, ys: Array) -> None:
@@ -178,14 +176,13 @@ class Track:
             held, bins = len(self._bins.end), self._bins.followed(bins)
             if not len(self._grid.ends(before - 1, before)):  # the last bin goes on
                 bins = bins.joined(np.delete(np.arange(len(bins.end)), held))
-        while self._grid.full(len(bins.end)):
-            self._grid.widen()
+        while self._grid.widen(len(bins.end)):
             starts = np.flatnonzero(np.append(True, bins.end[:-1] % self._grid.width == 0))
             bins = bins.joined(starts)
         self._bins = bins
 
     def _scan(self, xs: Array, ys: Array) -> Array:
-        """The averages after each sample; at some of them, standard errors are noted."""
+        """Return the averages after each sample; note standard errors at some of them."""
         averages = np.empty((len(self.averages), len(ys)))
         stops = self._stops(len(ys))
         for start, stop in pairwise(sorted({0, *stops, len(ys)})):
@@ -198,33 +195,30 @@ class Track:
         return averages
 
     def _stops(self, samples: int) -> set[int]:
-        """After which of the next samples to note standard errors."""
+        """Return after which of the next samples to note standard errors."""
         if self._banded is None:
             return set()
-        while self._banded.full((self.count + samples) // self._banded.width):
-            self._banded.widen()
+        while self._banded.widen((self.count + samples) // self._banded.width):
             self._noted = [noted for noted in self._noted if noted[0] % self._banded.width == 0]
         return set((self._banded.ends(self.count, self.count + samples) - self.count).tolist())
 
-    def lines(self, run: int) -> list[Line]:
-        """The curve of the samples, and those of the averages."""
+    def lines(self) -> list[Line]:
+        """Return the curve of the samples, and those of the averages."""
         if self._bins is None:
             return []
-        held = self._bins
-        found = []
-        for i in range(1 + len(self.averages)):
-            bins = held._replace(low=held.low[i], high=held.high[i], rising=held.rising[i])
-            now, error, band = self._last, math.nan, None
-            if i:
-                now = self.averages[i - 1].value()
-                if self._banded is not None:
-                    error = self.averages[i - 1].standard_error()
-                    band = self._bands(i - 1, now, error)
-            found.append(Line(run, i - 1, bins, band, now, error))
-        return found
+        end, first, last, low, high, rising = self._bins
+        bins = [Bins(end, first, last, *curve) for curve in zip(low, high, rising, strict=True)]
+        lines = [Line(-1, bins[0], None, self._last, math.nan)]
+        for i, average in enumerate(self.averages):
+            now, error, band = average.value(), math.nan, None
+            if self._banded is not None:
+                error = average.standard_error()
+                band = self._band(i, now, error)
+            lines.append(Line(i, bins[i + 1], band, now, error))
+        return lines
 
-    def _bands(self, i: int, now: float, error: float) -> Band | None:
-        """The band of an average, up to the last row; None if it is known nowhere."""
+    def _band(self, i: int, now: float, error: float) -> Band | None:
+        """Return the band of an average, up to the last row; None if it is known nowhere."""
         assert self._bins is not None
         noted = [
             (x, values[i], errors[i]) for row, x, values, errors in self._noted if row < self.count

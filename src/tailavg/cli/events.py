@@ -10,20 +10,18 @@ from tailavg.cli.common import fail
 from tailavg.cli.lines import nearest, short
 from tailavg.numpy.arithmetic import Array
 
-__all__ = ["has_events", "read_events"]
-
 TEXTS = (".csv", ".jsonl", ".json", ".txt", ".log")
 """Endings of what cannot be an event file, whatever its name."""
 
 
 def has_events(file: str) -> bool:
-    """Whether this is a folder, or a file with the name of an event file."""
+    """Return whether this is a folder, or a file with the name of an event file."""
     path = Path(file)
     return path.is_dir() or ("tfevents" in path.name and path.suffix not in TEXTS)
 
 
 def read_events(file: str, tags: list[str]) -> list[tuple[Array, Array]]:
-    """Of each tag, the steps and the values."""
+    """Return the steps and the values of each tag."""
     try:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
         from tensorboard.util.tensor_util import make_ndarray
@@ -34,26 +32,24 @@ def read_events(file: str, tags: list[str]) -> list[tuple[Array, Array]]:
         )
     events = EventAccumulator(file, size_guidance={"scalars": 0, "tensors": 0})
     events.Reload()
-    found = events.Tags()
-    names = [*found["scalars"], *found["tensors"]]
-    if not names:
+    scalars, tensors = events.Tags()["scalars"], events.Tags()["tensors"]
+    if not scalars and not tensors:
         fail(
             f"{file}: expected event files with scalars, got none; of a folder of runs, name each "
             "run, as in runs/*"
         )
     curves = []
     for tag in tags:
-        if tag in found["scalars"]:
+        if tag in scalars:
             pairs = [(event.step, event.value) for event in events.Scalars(tag)]
-        elif tag in found["tensors"]:
-            tensors = [
+        elif tag in tensors:
+            pairs = [
                 (event.step, make_ndarray(event.tensor_proto)) for event in events.Tensors(tag)
             ]
-            if any(np.ndim(value) for _, value in tensors):
-                fail(f"{file}: expected numbers under the tag {tag!r}, got arrays")
-            pairs = [(step, float(value)) for step, value in tensors]
         else:
-            fail(f"{file}: no tag {short(tag)}; {nearest(tag, names)}")
+            fail(f"{file}: no tag {short(tag)}; {nearest(tag, [*scalars, *tensors])}")
+        if any(np.ndim(value) for _, value in pairs):
+            fail(f"{file}: expected numbers under the tag {tag!r}, got arrays")
         steps, values = np.array(pairs, np.float64).T
         curves.append((steps, values))
     return curves

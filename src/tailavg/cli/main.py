@@ -20,8 +20,6 @@ with needs("cli"):
     from tailavg.cli.reproduce import reproduce
     from tailavg.cli.stream import stream
 
-__all__ = ["app", "run"]
-
 app = typer.Typer(
     name="tailavg",
     help="Average the tail of a stream: its last k samples, or its last fraction.",
@@ -67,7 +65,7 @@ def run() -> int:
 
 
 def _outcome(do: Callable[[], None]) -> int:
-    """The exit code; what went wrong is told in a line."""
+    """Return the exit code, after a line about what went wrong."""
     try:
         do()
     except SystemExit as done:
@@ -79,13 +77,13 @@ def _outcome(do: Callable[[], None]) -> int:
         if error.filename is None:
             _discard(1)
     except MemoryError:
-        say("expected enough memory for this, got too little")
+        say("out of memory")
     except Exception as error:
         if (code := signals.stopped()) is not None:
             return code
         if sys.flags.dev_mode:
             raise
-        say(f"{error!r}, which is a fault of tailavg; `python -X dev -m tailavg` shows where")
+        say(f"internal error: {error!r}; please report it (traceback: python -X dev -m tailavg)")
     else:
         return 0
     return FAILED
@@ -110,5 +108,5 @@ def _flush() -> None:
 
 
 def _discard(number: int) -> None:
-    """Let what is left in a buffer go nowhere, or Python would try to write it again."""
+    """Discard what is left in a buffer, or Python would try to write it again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), number)

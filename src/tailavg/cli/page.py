@@ -9,50 +9,43 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from tailavg.cli.charts import Chart, Panel, colour_of, number, with_error
+from tailavg.cli.charts import Chart, number, with_error
 from tailavg.cli.curves import Line
 from tailavg.numpy.arithmetic import Array
 
-__all__ = ["page"]
-
 
 def page(chart: Chart) -> str:
-    """The text of the page."""
+    """Return the text of the page."""
     template = (files("tailavg.cli") / "page.html").read_text(encoding="utf-8")
     data = {
         "x": chart.x_name,
         "logX": chart.log_x,
         "logY": chart.log_y,
-        "panels": [{"name": panel.name, "lines": _lines(chart, panel)} for panel in chart.panels],
+        "panels": [
+            {"name": panel.name, "lines": list(map(_line, panel.lines))} for panel in chart.panels
+        ],
     }
-    told = json.dumps(data).replace("<", "\\u003c")
-    name = escape(chart.title or ", ".join(panel.name for panel in chart.panels))
-    filled = {"{{title}}": name, "{{data}}": told}
-    return re.sub(r"\{\{\w+\}\}", lambda found: filled[found[0]], template)
+    values = {
+        "{{title}}": escape(chart.title or ", ".join(panel.name for panel in chart.panels)),
+        "{{data}}": json.dumps(data).replace("<", "\\u003c"),
+    }
+    return re.sub(r"\{\{\w+\}\}", lambda name: values[name[0]], template)
 
 
-def _lines(chart: Chart, panel: Panel) -> list[dict[str, Any]]:
-    several = len(chart.runs) > 1
-    return [
-        {
-            "name": chart.name_of(line),
-            "colour": colour_of(chart, line),
-            "raw": line.window < 0,
-            "alpha": 1 if line.window >= 0 else 0.2 if several else 0.5,
-            "dashes": line.window % 4 if several and line.window > 0 else 0,
-            "now": number(line.now) if line.window < 0 else with_error(line.now, line.error),
-            **_points(line),
-        }
-        for line in chart.drawn(panel)
-    ]
-
-
-def _points(line: Line) -> dict[str, Any]:
+def _line(line: Line) -> dict[str, Any]:
+    samples = line.window < 0
     xs, ys = line.points()
-    told: dict[str, Any] = {"xs": _packed(xs), "ys": _packed(ys)}
-    if line.band is not None:
-        told["band"] = [_packed(each) for each in line.band]
-    return told
+    data = {
+        "name": line.name,
+        "colour": line.colour,
+        "raw": samples,
+        "alpha": 1 if not samples else 0.5 if line.listed else 0.2,
+        "dashes": 0 if samples else line.dashes,
+        "now": number(line.now) if samples else with_error(line.now, line.error),
+        "xs": _packed(xs),
+        "ys": _packed(ys),
+    }
+    return data if line.band is None else {**data, "band": list(map(_packed, line.band))}
 
 
 def _packed(values: Array) -> str:

@@ -10,7 +10,7 @@ from warnings import catch_warnings, simplefilter
 import numpy as np
 import typer
 
-from tailavg.cli.charts import LISTED, Chart, Panel, colour_of
+from tailavg.cli.charts import LISTED, Chart, Panel
 from tailavg.cli.common import fail, say
 from tailavg.cli.curves import Line
 from tailavg.io.files import check_writable, whole_file
@@ -20,36 +20,31 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["check", "draw", "save", "write"]
-
 DASHES = ["-", "--", ":", "-."]
 
 
-def check(path: Path, option: str) -> None:
-    """Fail now if a picture of this name could not be drawn or written after a long run."""
-    if path.suffix.lower() != ".html":
+def check(path: Path, option: str, *others: str) -> None:
+    """Fail now if a picture of this name could not be drawn or written after a long run.
+
+    `others` are the kinds of files that matplotlib does not draw.
+    """
+    kind = path.suffix.removeprefix(".").lower()
+    if kind not in others:
         try:
             from matplotlib.figure import Figure
         except ImportError:
             fail(f"{option} needs matplotlib; install it with: pip install 'tailavg[plot]'")
-        _check_kind(Figure(), path, option, "html")
+        kinds = Figure().canvas.get_supported_filetypes()
+        if kind not in kinds:
+            raise typer.BadParameter(
+                f"expected a file name that ends in one of {', '.join(sorted([*kinds, *others]))}, "
+                f"got {path.name!r}",
+                param_hint=option,
+            )
     try:
         check_writable(path)
     except OSError as error:
         fail(f"{path}: cannot write the plot: {error.strerror}")
-
-
-def _check_kind(figure: Figure, path: Path, option: str, *others: str) -> str:
-    """Return the kind of a picture by its name. Fail if matplotlib cannot draw that kind."""
-    kind = path.suffix.removeprefix(".").lower()
-    kinds = figure.canvas.get_supported_filetypes()
-    if kind not in kinds:
-        known = ", ".join(sorted([*kinds, *others]))
-        raise typer.BadParameter(
-            f"expected a file name that ends in one of {known}, got {path.name!r}",
-            param_hint=option,
-        )
-    return kind
 
 
 def draw(chart: Chart, path: Path) -> None:
@@ -67,7 +62,7 @@ def draw(chart: Chart, path: Path) -> None:
             _draw_panel(chart, panel, axes)
         every[0].set_title(chart.title, parse_math=False)  # names may have a $
         every[-1].set_xlabel(chart.x_name, parse_math=False)
-        save(figure, path, "--output")
+        save(figure, path)
     if any("missing from font" in str(warning.message) for warning in warned):
         say(f"{path}: the font lacks some characters of the names; a .html file shows them")
 
@@ -75,29 +70,26 @@ def draw(chart: Chart, path: Path) -> None:
 def _draw_panel(chart: Chart, panel: Panel, axes: Axes) -> None:
     if chart.log_x:
         axes.set_xscale("log", nonpositive="mask")
+    else:
+        axes.xaxis.set_major_formatter("{x:,.10g}")
     if chart.log_y:
         axes.set_yscale("log", nonpositive="mask")
-    listed = chart.listed(panel)
-    for line in chart.drawn(panel):
-        colour, shown = colour_of(chart, line), line in listed[:LISTED]
-        label = chart.name_of(line) if shown else None
-        if label and label.startswith("_"):  # which would hide it
-            label = f" {label}"
-        if line.window < 0:
-            several = len(chart.runs) > 1
-            thin: dict[str, Any] = {"linewidth": 0.5, "alpha": 0.3 if several else 0.55}
-            _draw_line(axes, line, ".", 1, color=colour, label=label, zorder=1, **thin)
-            continue
-        dashes = DASHES[line.window % len(DASHES)] if len(chart.runs) > 1 else "-"
-        _draw_line(axes, line, "o", 3, color=colour, label=label, zorder=3, linestyle=dashes)
-        if line.band is not None:
-            axes.fill_between(*line.band, color=colour, alpha=0.2, linewidth=0, zorder=2)
-    if not chart.log_x:
-        axes.xaxis.set_major_formatter("{x:,.10g}")
     axes.set_ylabel(panel.name, parse_math=False)
-    if listed:
-        left = len(listed) - LISTED
-        legend = axes.legend(title=f"and {left} more" if left > 0 else None)
+    named = [line for line in panel.lines if line.listed]
+    for line in panel.lines:
+        style: dict[str, Any] = {"color": line.colour}
+        if line in named[:LISTED]:  # a name that begins with an underscore would be hidden
+            style["label"] = f" {line.name}" if line.name.startswith("_") else line.name
+        if line.window < 0:
+            style |= {"linewidth": 0.5, "alpha": 0.55 if line.listed else 0.3, "zorder": 1}
+            _draw_line(axes, line, ".", 1, **style)
+        else:
+            _draw_line(axes, line, "o", 3, linestyle=DASHES[line.dashes], zorder=3, **style)
+        if line.band is not None:
+            axes.fill_between(*line.band, color=line.colour, alpha=0.2, linewidth=0, zorder=2)
+    if named:
+        unnamed = len(named) - LISTED
+        legend = axes.legend(title=f"and {unnamed} more" if unnamed > 0 else None)
         for text in legend.get_texts():
             text.set_parse_math(False)
 
@@ -113,16 +105,15 @@ def _draw_line(axes: Axes, line: Line, mark: str, size: float, **style: Any) -> 
         axes.plot(xs[alone], ys[alone], marker=mark, markersize=size, **style | hidden)
 
 
-def save(figure: Figure, path: Path, option: str) -> None:
-    """Write a figure. Fail if its kind is not known."""
-    kind = _check_kind(figure, path, option)
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure atomically, as the kind of file that its name says."""
     image = BytesIO()
-    write_figure(figure, image, kind)
+    write_figure(figure, image, path.suffix.removeprefix(".").lower())
     write(image.getvalue(), path)
 
 
 def write(data: bytes, path: Path) -> None:
-    """Write a picture completely or not at all."""
+    """Write a picture atomically."""
     try:
         with whole_file(path) as file:
             file.write(data)

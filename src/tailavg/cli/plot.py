@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Annotated, Any
@@ -12,20 +12,20 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from tailavg.cli import signals
-from tailavg.cli.charts import Chart, Panel, printable
-from tailavg.cli.common import Method, fail, parse_rule, parse_windows, say
+from tailavg.cli import options, signals
+from tailavg.cli.blocks import Blocks
+from tailavg.cli.charts import Chart, Panel, printable, styled
+from tailavg.cli.common import fail, say
 from tailavg.cli.curves import Track
 from tailavg.cli.events import has_events, read_events
+from tailavg.cli.lines import Rows, choose_input, has_many_lines
+from tailavg.cli.options import Method, parse_rule, parse_windows
 from tailavg.cli.page import page
 from tailavg.cli.pictures import check, draw, write
-from tailavg.cli.rows import Blocks, Rows, check_input, has_many_lines, source_of
-from tailavg.cli.signals import Act
-from tailavg.core.rules import WindowRule
+from tailavg.cli.signals import WAITING, Act
 from tailavg.core.windows import Growing, Window
 from tailavg.numpy.arithmetic import Array
-
-__all__ = ["plot"]
+from tailavg.numpy.keyed import part_of
 
 ACCUMULATORS = 12  # for each window: closer to it, and enough for a standard error
 DETAIL = {".html": 8192}  # bins of a curve that can be zoomed
@@ -33,7 +33,6 @@ BINS = 2048
 REDRAWN = 0.25  # seconds between pictures
 RUNS = 200
 PANELS = 20
-WAITING = Act.insist if os.name == "posix" else Act.stop  # what a signal does to a read
 
 
 def plot(
@@ -41,41 +40,25 @@ def plot(
         list[str] | None,
         typer.Argument(metavar="FILES", help="The files to read, one run each; - is stdin."),
     ] = None,
-    window: Annotated[
-        str | None,
-        typer.Option("--window", "-w", help="How much to average: 1000 samples, or a fraction."),
-    ] = None,
-    windows: Annotated[
-        str | None,
-        typer.Option(help="Several windows, such as 0.1,0.25,1000; if none is given, 0.1."),
-    ] = None,
-    column: Annotated[
-        list[str] | None,
-        typer.Option("--column", "-c", help="Read CSV with a header, and draw this column."),
-    ] = None,
-    fields: Annotated[
-        list[str] | None,
-        typer.Option("--field", "-f", help="Read JSON lines, and draw this field."),
-    ] = None,
-    by: Annotated[
-        str | None, typer.Option(help="Draw one curve for each value of this column or field.")
-    ] = None,
+    window: Annotated[str | None, options.WINDOW] = None,
+    windows: Annotated[str | None, options.WINDOWS] = None,
+    column: Annotated[list[str] | None, options.COLUMN] = None,
+    fields: Annotated[list[str] | None, options.FIELD] = None,
+    by: Annotated[str | None, options.BY] = None,
     x: Annotated[
         str | None,
         typer.Option(
             help="The column or field of the horizontal axis; otherwise rows are counted."
         ),
     ] = None,
-    method: Annotated[Method, typer.Option(help="How to average.")] = Method.anytime,
+    method: Annotated[Method, options.METHOD] = Method.anytime,
     accumulators: Annotated[
         int | None,
         typer.Option(
             max=10_000, help="How many accumulators the anytime method keeps; by default 12."
         ),
     ] = None,
-    at_most: Annotated[
-        int | None, typer.Option(help="The largest window that a fraction grows to.")
-    ] = None,
+    at_most: Annotated[int | None, options.AT_MOST] = None,
     log_x: Annotated[bool, typer.Option("--log-x", help="A logarithmic horizontal axis.")] = False,
     log_y: Annotated[bool, typer.Option("--log-y", help="A logarithmic vertical axis.")] = False,
     raw: Annotated[bool, typer.Option(help="Draw the samples, thin, behind the averages.")] = True,
@@ -98,15 +81,13 @@ def plot(
     live: Annotated[
         bool, typer.Option("--live", help="Redraw in the terminal while rows arrive.")
     ] = False,
-    skip_bad: Annotated[
-        bool, typer.Option("--skip-bad", help="Skip rows that cannot be read, and report how many.")
-    ] = False,
+    skip_bad: Annotated[bool, options.SKIP_BAD] = False,
 ) -> None:
     """Draw curves and their tail averages.
 
     Reads what `tailavg stream` reads: one number per line, CSV (--column) or JSON lines (--field),
     of any length, in little memory; and TensorBoard's event files or their folders (--column is
-    then a tag). Several columns are drawn below one another.
+    then a tag). Several columns are drawn below one another. The window is 0.1 if none is given.
 
     Examples: tailavg plot train.csv --column loss --windows 0.1,0.25,1000 -o loss.svg
 
@@ -116,40 +97,37 @@ def plot(
     """
     if window is None and windows is None:
         window = "0.1"
-    chosen = parse_windows(window, windows, at_most)
-    several = ACCUMULATORS if accumulators is None and method is Method.anytime else accumulators
-    rules = [parse_rule(one, method, several) for one in chosen]
+    parsed = parse_windows(window, windows, at_most)
+    if accumulators is None and method is Method.anytime:
+        accumulators = ACCUMULATORS
+    rules = [parse_rule(each, method, accumulators) for each in parsed]
+    names = choose_input(column, fields, by).columns
+    inputs = files or ["-"]
+    has_steps = any(map(has_events, inputs))
     if live and output is not None:
         raise typer.BadParameter("--live draws in the terminal: use it without --output")
     if x is not None and not (column or fields):
         raise typer.BadParameter("--x needs --column or --field")
-    if x is not None and x in (column or fields or []):
+    if x in names:
         raise typer.BadParameter(f"--x: expected another column than those to draw, got {x!r}")
-    source_of(column, fields, by)  # fails if these do not go together
-    if len(column or fields or []) > PANELS:
+    if len(names) > PANELS:
+        raise typer.BadParameter(f"expected at most {PANELS} columns to draw, got {len(names)}")
+    if has_steps and (not column or by is not None or x is not None):
         raise typer.BadParameter(
-            f"expected at most {PANELS} columns to draw, got {len(column or fields or [])}"
+            "choose a tag of event files with --column; --by and --x do not apply to them"
         )
     if output is not None:
-        check(output, "--output")
-    names = list(dict.fromkeys(column or fields or ["value"]))
-    suffix = "" if output is None else output.suffix.lower()
+        check(output, "--output", "html")
+    bins = BINS if output is None else DETAIL.get(output.suffix.lower(), BINS)
     banded = band and method is Method.anytime
-    curves = Curves(names, x, rules, DETAIL.get(suffix, BINS), log_x, banded, after)
-    inputs = files or ["-"]
-    if (logged := any(map(has_events, inputs))) and (not column or by is not None or x is not None):
-        raise typer.BadParameter(
-            "event files are read with --column TAG, and without --by and --x: they have steps"
-        )
+    titles = [window_title(each) for each in parsed]
+    curves = Curves(names, x, titles, raw, partial(Track, rules, bins, log_x, banded, after))
+    counted = "step" if has_steps else "row" if column or fields else "sample"
     chart = Chart(
         title=printable(_title(files or []) if title is None else title),
-        x_name=printable(x or "")
-        or ("step" if logged else "row" if column or fields else "sample"),
-        runs=[],
-        windows=[window_title(one) for one in chosen],
+        x_name=printable(x or "") or counted,
         log_x=log_x,
         log_y=log_y,
-        raw=raw,
     )
     screen = Screen(chart, curves) if output is None else None
     with screen.live() if screen and live else nullcontext():
@@ -157,8 +135,8 @@ def plot(
             if has_events(file):
                 curves.take_events(label, file)
                 continue
-            columns = [*([] if x is None else [x]), *names]
-            source = source_of(columns if column else None, columns if fields else None, by)
+            columns = names if x is None else [x, *names]
+            source = choose_input(column and columns, fields and columns, by)
             source.suffixes = []  # no column is added, so that none is taken
             rows = Rows(source, skip_bad)
             for numbers, keys in _read(file, rows, REDRAWN if live else None):
@@ -166,32 +144,28 @@ def plot(
                 if screen and live:
                     screen.redraw()
             if rows.bad:
-                say(f"{_name(file)}: {rows.told_bad()}" if files else rows.told_bad())
+                say(f"{_name(file)}: {rows.skipped()}" if files else rows.skipped())
             if rows.error:
-                fail(f"{_name(file)}: {rows.error}; fix it, or skip such rows with --skip-bad")
+                fail(f"{_name(file)}: {rows.error}")
             if signals.arrived() is not None:
                 break
         number = signals.arrived()
         if number is None or curves.runs:
             signals.act(Act.stop if number is None else WAITING)
             curves.drawn_in(chart).check()
-            if screen:
+            if output is None:
+                assert screen is not None
                 screen.finish()
-            elif output is not None:
-                _write(chart, output)
+            elif output.suffix.lower() == ".html":
+                write(page(chart).encode(), output)
+            else:
+                draw(chart, output)
     if number is not None:
         raise typer.Exit(128 + number)
 
 
-def _write(chart: Chart, output: Path) -> None:
-    if output.suffix.lower() == ".html":
-        write(page(chart).encode(), output)
-    else:
-        draw(chart, output)
-
-
 def window_title(window: Window) -> str:
-    """A window in words.
+    """Describe a window in words.
 
     Examples:
         >>> window_title(Growing(0.125, at_most=5000))
@@ -212,11 +186,12 @@ def _title(files: list[str]) -> str:
 
 
 def _labels(files: list[str]) -> list[str]:
-    """A name for each file: without its folder, unless another has the same."""
-    short = [Path(file).name if file != "-" else "standard input" for file in files]
+    """Name each file: without its folder, unless another has the same name."""
     if len(files) == 1:
         return [""]
-    names = short if len(set(short)) == len(files) else [_name(file) for file in files]
+    names = [Path(_name(file)).name for file in files]
+    if len(set(names)) < len(files):
+        names = [_name(file) for file in files]
     return [
         name if names.count(name) == 1 else f"{name} ({names[: i + 1].count(name)})"
         for i, name in enumerate(names)
@@ -224,9 +199,7 @@ def _labels(files: list[str]) -> list[str]:
 
 
 def _read(file: str, rows: Rows, pause: float | None) -> Iterator[tuple[Array, list[str]]]:
-    """The numbers and keys of a file, in parts, and nothing for a while in a pause."""
-    if file == "-":
-        check_input()
+    """Yield the numbers and keys of each block of a file; none in a pause."""
     signals.act(Act.stop)
     blocks = Blocks(file, pause)
     try:
@@ -255,14 +228,12 @@ class Curves:
         self,
         names: list[str],
         x: str | None,
-        rules: list[WindowRule],
-        most: int,
-        log: bool,
-        band: bool,
-        after: int,
+        windows: list[str],
+        raw: bool,
+        new_track: Callable[[], Track],
     ) -> None:
-        self.names, self._x = names, x
-        self._made = (rules, most, log, band, after)
+        self.names, self._x, self._windows, self._raw = names, x, windows, raw
+        self._new_track = new_track
         self.runs: dict[tuple[str, str], list[Track]] = {}
 
     def take_events(self, label: str, file: str) -> None:
@@ -271,26 +242,21 @@ class Curves:
         for track, (steps, values) in zip(self._tracks(label, ""), curves, strict=True):
             track.take(steps, values)
 
+    @np.errstate(all="ignore")
     def take(self, file: str, numbers: Array, keys: list[str]) -> None:
         """Take rows of a file; with keys, each for its own run."""
         if not len(numbers):
             return
         if not keys:
-            self._extend(file, "", numbers)
+            self._extend(self._tracks(file, ""), numbers)
             return
-        order: dict[str, int] = {}
-        codes = np.array([order.setdefault(key, len(order)) for key in keys])
-        together = np.argsort(codes, kind="stable")
-        parts = np.split(numbers[together], np.flatnonzero(np.diff(codes[together])) + 1)
-        for key, part in zip(order, parts, strict=True):
-            self._extend(file, key, part)
+        codes, names, _ = part_of(keys, numbers[:, 0])
+        for code, key in enumerate(names):
+            self._extend(self._tracks(file, str(key)), numbers[codes == code])
 
-    @np.errstate(all="ignore")
-    def _extend(self, file: str, key: str, numbers: Array) -> None:
-        tracks = self._tracks(file, key)
-        count = tracks[0].count
+    def _extend(self, tracks: list[Track], numbers: Array) -> None:
         if self._x is None:
-            xs: Array = np.arange(count + 1.0, count + 1.0 + len(numbers))
+            xs: Array = tracks[0].count + np.arange(1.0, len(numbers) + 1)
         else:
             xs, numbers = numbers[:, 0], numbers[:, 1:]
         for track, ys in zip(tracks, numbers.T, strict=True):
@@ -301,20 +267,19 @@ class Curves:
         if tracks is None:
             if len(self.runs) == RUNS:
                 fail(f"expected at most {RUNS} runs to draw, got more; draw fewer")
-            tracks = self.runs[file, key] = [Track(*self._made) for _ in self.names]
+            tracks = self.runs[file, key] = [self._new_track() for _ in self.names]
         return tracks
 
     def drawn_in(self, chart: Chart) -> Chart:
-        """The chart, with the curves as they are now."""
-        chart.runs = [printable(": ".join(filter(None, run))) or "(no name)" for run in self.runs]
-        every = list(enumerate(self.runs.values()))
-        chart.panels = [
-            Panel(
-                printable(name),
-                [line for run, tracks in every for line in tracks[place].lines(run)],
-            )
-            for place, name in enumerate(self.names)
-        ]
+        """Return the chart, with the curves as they are now."""
+        runs = [printable(": ".join(filter(None, run))) or "(no name)" for run in self.runs]
+        chart.panels = [Panel(printable(name), []) for name in self.names]
+        for run, tracks in enumerate(self.runs.values()):
+            for panel, track in zip(chart.panels, tracks, strict=True):
+                lines = track.lines() if self._raw else track.lines()[1:]
+                panel.lines += [styled(line, run, runs, self._windows) for line in lines]
+        for panel in chart.panels:
+            panel.lines.sort(key=lambda line: line.window >= 0)  # averages cover samples
         return chart
 
 
@@ -331,7 +296,7 @@ class Screen:
         self._rows = -1  # in the last picture
 
     def live(self) -> Any:
-        """Within this context, each picture replaces the one before."""
+        """Return a context in which each picture replaces the one before."""
         from rich.live import Live
 
         self._live = Live(console=self.console, auto_refresh=False, vertical_overflow="crop")

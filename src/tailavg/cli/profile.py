@@ -5,63 +5,38 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
-from enum import StrEnum
-from itertools import chain
+from itertools import chain, cycle
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import typer
 
-from tailavg.cli.common import fail, parse_window
+from tailavg.cli import options
+from tailavg.cli.options import parse_window
 from tailavg.core.clock import starts_at
 from tailavg.core.profile import Profile, newest_first
 from tailavg.core.profile import profile as summarise
 from tailavg.core.rules import AnytimeWindow, ExactWindow, Exponential, RawTail, WindowRule
 from tailavg.core.windows import Fixed, Growing, Window
 
-__all__ = ["profile"]
-
 WALKED = 10**6
 """The most samples over which to sum an exponential one by one; longer ones are scaled."""
-
-NEGLIGIBLE = 1e-30
-"""A weight too small to change a mean age."""
 
 COUNTED = 2**62
 """The largest count: steps are 64-bit integers."""
 
 
-class Dtype(StrEnum):
-    """The dtype of the accumulators."""
-
-    float32 = "float32"
-    float64 = "float64"
-
-
-class Output(StrEnum):
-    """How to print the profiles."""
-
-    table = "table"
-    json = "json"
+Dtype = Literal["float32", "float64"]
+Output = Literal["table", "json"]
 
 
 def profile(
-    window: Annotated[
-        str,
-        typer.Option(
-            help="How many of the last samples to average (100), or which fraction (0.25)."
-        ),
-    ],
-    count: Annotated[
-        str,
-        typer.Option(help="The number of samples so far, such as 10000 or 1e9."),
-    ],
-    at_most: Annotated[
-        int | None, typer.Option(help="The largest window that a fraction grows to.")
-    ] = None,
+    window: Annotated[str, options.WINDOW],
+    count: Annotated[str, typer.Option(help="The number of samples so far, such as 10000 or 1e9.")],
+    at_most: Annotated[int | None, options.AT_MOST] = None,
     accumulators: Annotated[
         int,
         typer.Option(min=2, max=100, help="List the anytime method up to this many accumulators."),
@@ -73,38 +48,36 @@ def profile(
     dtype: Annotated[
         Dtype,
         typer.Option(help="The dtype of the accumulators; use float32 for 16-bit parameters."),
-    ] = Dtype.float32,
+    ] = "float32",
     plot: Annotated[
         Path | None,
         typer.Option(
             help="Draw the weights to this file (.svg, .png, .pdf); needs the extra plot."
         ),
     ] = None,
-    output: Annotated[Output, typer.Option(help="How to print the profiles.")] = Output.table,
+    output: Annotated[Output, typer.Option(help="How to print the profiles.")] = "table",
 ) -> None:
     """Compare the size, ages and memory of all methods, for a window and a number of samples.
 
     Example: tailavg profile --window 0.25 --count 1e6 --parameters 7e9 --plot weights.svg
     """
-    chosen = parse_window(window, at_most)
+    parsed = parse_window(window, at_most)
     t = _parse_whole(count, "--count")
     numbers = None if parameters is None else _parse_whole(parameters, "--parameters")
-    rules = _rules(chosen, t, accumulators)
-    profiles = {name: _profile(rule, t) for name, rule in rules.items()}
-    memory: dict[str, Memory] = {}
-    if numbers is not None:
-        size = numbers * np.dtype(dtype.value).itemsize
-        memory = {name: _memory(rules[name], got, size) for name, got in profiles.items()}
+    rules = _rules(parsed, t, accumulators)
+    rows = []
+    for name, rule in rules.items():
+        summary = _profile(rule, t)
+        rows.append({"method": name, **asdict(summary)})
+        if numbers is not None:
+            size = numbers * np.dtype(dtype).itemsize
+            rows[-1] |= _memory(rule, summary, size)
     if plot is not None:
         _plot(rules, t, plot)
-    if output is Output.json:
-        rows = [
-            {"method": name} | asdict(got) | (_as_json(memory[name]) if memory else {})
-            for name, got in profiles.items()
-        ]
+    if output == "json":
         typer.echo(json.dumps(rows, indent=2))
     else:
-        _print_table(rules, profiles, memory, dtype)
+        _print_table(rules, rows, dtype)
 
 
 def _parse_whole(text: str, option: str) -> int:
@@ -122,7 +95,7 @@ def _parse_whole(text: str, option: str) -> int:
 
 
 def _rules(window: Window, t: int, most: int) -> dict[str, WindowRule]:
-    """The rules to compare, by name."""
+    """Return the rules to compare, by name."""
     anytime = {f"anytime, {n}": AnytimeWindow(window, n) for n in range(2, most + 1)}
     return {
         "raw tail": RawTail(window, t),
@@ -134,33 +107,28 @@ def _rules(window: Window, t: int, most: int) -> dict[str, WindowRule]:
 
 
 def _profile(rule: WindowRule, t: int) -> Profile:
-    """The profile at step t, in time that hardly depends on t."""
+    """Return the profile at step t, in time that hardly depends on t."""
     if not isinstance(rule, Exponential):
         return summarise(rule, _starts(rule, t), t)
     small, steps, scale = _scaled(rule, t)
-    age, ages = 0, 0.0
-    for size, run in newest_first(small, [], steps):
-        ages += float(np.dot(run, np.arange(age, age + size)))
-        age += size
-        if np.min(run) < NEGLIGIBLE:
-            break
-    size_now = float(rule.size(t))
+    size = float(rule.size(t))
     # all samples have a weight but those before the window grew past 1, where the decay is 0
     oldest = t - max(1, bisect_right(range(1, t + 1), 1.0, key=rule.size))
-    return Profile(t, size_now, min(size_now, float(t)), ages * scale, oldest, rule.accumulators)
+    mean_age = summarise(small, [], steps).mean_age * scale
+    return Profile(t, size, min(size, float(t)), mean_age, oldest, rule.accumulators)
 
 
 def _starts(rule: WindowRule, t: int) -> list[int]:
-    """The starts of the blocks, if the rule has only a few."""
+    """Return the starts of the blocks, if the rule has only a few."""
     return [] if isinstance(rule, ExactWindow) else starts_at(rule, t)
 
 
 def _scaled(rule: WindowRule, t: int) -> tuple[WindowRule, int, int]:
-    """A shorter rule and step with the same profile up to a scale, and that scale.
+    """Return a shorter rule and step with the same profile up to a scale, and that scale.
 
-    Only an exponential needs this, since its weights are summed one by one until they are
-    negligible, after about 40 windows. If window and stream are both a hundred times shorter, so
-    are the ages: to within a ten-thousandth, while the window holds 10,000 samples or more.
+    Only an exponential needs this, since its weights are summed one by one. If window and stream
+    are both a hundred times shorter, so are the ages: to within a ten-thousandth, while the window
+    holds 10,000 samples or more.
     """
     size = float(rule.size(t))
     if not isinstance(rule, Exponential) or min(t, 40 * size) <= WALKED:
@@ -175,63 +143,49 @@ def _scaled(rule: WindowRule, t: int) -> tuple[WindowRule, int, int]:
     return Exponential(window), t // scale, scale
 
 
-class Memory(NamedTuple):
-    """Bytes that an average holds."""
+def _memory(rule: WindowRule, summary: Profile, size: int) -> dict[str, int]:
+    """Return the bytes that an average holds, where each array has `size` bytes.
 
-    hot: int
-    """What every update touches: the sum."""
-    cold: int
-    """What folds, turns and reads touch: the means. It may be kept elsewhere."""
-
-
-def _memory(rule: WindowRule, got: Profile, size: int) -> Memory:
-    """The memory of a method, if an array with the shape of a sample takes so many bytes."""
+    Every update touches what is hot, the sum. Merges, turns and reads touch what is cold, the
+    means; it may be kept elsewhere.
+    """
+    hot, cold = size, summary.accumulators * size
     if isinstance(rule, ExactWindow):
-        return Memory(got.accumulators * size, 0)
-    return Memory(size, got.accumulators * size)
+        hot, cold = cold, 0
+    return {"memory": hot + cold, "hot": hot, "cold": cold}
 
 
-def _as_json(memory: Memory) -> dict[str, int]:
-    return {"memory": sum(memory), **memory._asdict()}
-
-
-def _print_table(
-    rules: Mapping[str, WindowRule],
-    profiles: Mapping[str, Profile],
-    memory: Mapping[str, Memory],
-    dtype: Dtype,
-) -> None:
+def _print_table(rules: Mapping[str, WindowRule], rows: list[dict[str, Any]], dtype: Dtype) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    any_profile = next(iter(profiles.values()))
-    size = float(rules["exact"].size(any_profile.count))
+    t = rows[0]["count"]
     table = Table(
         "method",
         box=box.SIMPLE_HEAD,
-        title=f"a window of {size:,.10g} after {any_profile.count:,} samples",
+        title=_heading(rules, t),
         title_justify="left",
     )
     columns = ["accumulators", "effective\nsize", "mean\nage", "oldest\nage"]
-    for column in [*columns, "hot\nmemory", "cold\nmemory"] if memory else columns:
+    has_memory = "hot" in rows[0]
+    for column in [*columns, "hot\nmemory", "cold\nmemory"] if has_memory else columns:
         table.add_column(column, justify="right", no_wrap=True)
-    scaled = False
-    for name, got in profiles.items():
-        about = "≈" if _scaled(rules[name], got.count)[2] > 1 else ""
-        scaled |= bool(about)
-        cells = [
-            name,
-            f"{got.accumulators:,}",
-            f"{got.effective_size:,.1f}",
-            f"{about}{got.mean_age:,.1f}",
-            f"{got.oldest_age:,}",
-        ]
-        table.add_row(*cells, *map(_in_bytes, memory.get(name, ())))
+    scaled = {name for name, rule in rules.items() if _scaled(rule, t)[2] > 1}
+    for row in rows:
+        about = "≈" if row["method"] in scaled else ""
+        table.add_row(
+            row["method"],
+            f"{row['accumulators']:,}",
+            f"{row['effective_size']:,.1f}",
+            f"{about}{row['mean_age']:,.1f}",
+            f"{row['oldest_age']:,}",
+            *(_in_bytes(row[kind]) for kind in ("hot", "cold") if has_memory),
+        )
     console = Console(highlight=False, width=200)  # never cut a number short
     console.print(table)
     console.print("exact holds samples, not accumulators; an age of 0 is the newest sample.")
-    if memory:
+    if has_memory:
         console.print(
             f"Memory in {dtype}. Hot: the sum, touched by every update; for exact, the samples.\n"
             "Cold: the accumulators, touched every few hundred updates and by reads; in PyTorch,\n"
@@ -241,8 +195,12 @@ def _print_table(
         console.print(f"≈ scaled up from about {WALKED:,} samples: accurate to 4 digits.")
 
 
+def _heading(rules: Mapping[str, WindowRule], t: int) -> str:
+    return f"a window of {float(rules['exact'].size(t)):,.10g} after {t:,} samples"
+
+
 def _in_bytes(size: float) -> str:
-    """A number of bytes, in decimal units.
+    """Format a number of bytes in decimal units.
 
     Examples:
         >>> _in_bytes(112e9), _in_bytes(40)
@@ -257,41 +215,35 @@ def _in_bytes(size: float) -> str:
 
 def _plot(rules: Mapping[str, WindowRule], t: int, path: Path) -> None:
     """Draw weights by age, in multiples of an even weight over the window."""
-    from tailavg.cli.pictures import save
+    from tailavg.cli.pictures import check, save
 
-    try:
-        from matplotlib import rc_context, style
-        from matplotlib.figure import Figure
+    check(path, "--plot")
+    from matplotlib import rc_context, style
+    from matplotlib.figure import Figure
 
-        from tailavg.style import LOOK
-    except ImportError:
-        fail("--plot needs matplotlib; install it with: pip install 'tailavg[plot]'")
+    from tailavg.style import LOOK
 
     size = min(float(t), float(rules["exact"].size(t)))
     reach = min(float(t), 2.5 * size)
     with style.context("tableau-colorblind10"), rc_context(LOOK):
         figure = Figure(figsize=(9, 4), layout="constrained")
         axes = figure.subplots()
-        for (name, rule), line in zip(rules.items(), chain(["-.", ":"], _styles()), strict=False):
+        lines = chain(["-.", ":"], cycle(["--", "-"]))
+        for (name, rule), line in zip(rules.items(), lines, strict=False):
             ages, weights = _curve(rule, t, reach)
             axes.plot(ages, weights * size, line, label=name)
         axes.set(
-            title=f"a window of {size:,.10g} after {t:,} samples",
+            title=_heading(rules, t),
             xlabel="age of the sample",
             ylabel="weight × size of the window",
             xlim=(-0.02 * reach, reach),
         )
         axes.legend()
-        save(figure, path, "--plot")
-
-
-def _styles() -> Iterable[str]:
-    while True:
-        yield from ("--", "-")
+        save(figure, path)
 
 
 def _curve(rule: WindowRule, t: int, reach: float) -> tuple[Any, Any]:
-    """The ages and weights of a curve, back to `reach`."""
+    """Return the ages and weights of a curve, back to `reach`."""
     rule, t, scale = _scaled(rule, t)
     ages: list[Any] = []
     weights: list[Any] = []

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from secrets import token_hex
-from shutil import rmtree
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,8 +15,6 @@ from tailavg.cli.common import fail
 
 if TYPE_CHECKING:
     from tailavg.experiments.run import Plan, Result
-
-__all__ = ["reproduce"]
 
 
 def reproduce(
@@ -101,7 +99,7 @@ def _point(text: str) -> Any:
 
 
 def _run(plan: Plan, output: Path) -> Result:
-    """Measure, draw and write to a folder inside `output`; move the files out when whole."""
+    """Measure, draw and write to a folder inside `output`; move the files out when complete."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -110,29 +108,25 @@ def _run(plan: Plan, output: Path) -> Result:
     problem, others = plan.problem, len(plan.other_steps)
     console = Console(stderr=True)
     existed = output.exists()
-    partial = output / f".partial-{token_hex(4)}"
+    output.mkdir(parents=True, exist_ok=True)
+    totals = {
+        f"{plan.seeds} seeds at step {problem.used_step:.3g}": plan.seeds * problem.batches,
+        f"{others} other step sizes": others * problem.batches,
+        "Figures and report": 6,
+    }
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     try:
-        partial.mkdir(parents=True)
-        with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-            bars = [
-                progress.add_task(name, total=total)
-                for name, total in (
-                    (
-                        f"{plan.seeds} seeds at step {problem.used_step:.3g}",
-                        plan.seeds * problem.batches,
-                    ),
-                    (f"{others} other step sizes", others * problem.batches),
-                    ("Figures and report", 6),
-                )
-            ]
-            tell = [lambda done, bar=bar: progress.advance(bar, done) for bar in bars]
-            result = run.run(plan, *tell[:2])
-            report.write(result, partial, tell[2])
-            for file in sorted(partial.iterdir()):
+        with (
+            TemporaryDirectory(prefix=".partial-", dir=output) as folder,
+            Progress(*columns, console=console, disable=not console.is_terminal) as progress,
+        ):
+            bars = [progress.add_task(name, total=total) for name, total in totals.items()]
+            seeds, steps, figures = (partial(progress.advance, bar) for bar in bars)
+            result = run.run(plan, seeds, steps)
+            report.write(result, Path(folder), figures)
+            for file in sorted(Path(folder).iterdir()):
                 file.replace(output / file.name)
     finally:
-        rmtree(partial, ignore_errors=True)
         if not existed:
             with suppress(OSError):  # kept if it is not empty
                 output.rmdir()
@@ -149,9 +143,9 @@ def _show(result: Result, output: Path) -> None:
         typer.echo(sentence)
     table = Table("the paper says", "measured", "verdict", pad_edge=False)
     for row in result.findings:
-        quote, outcome = row.claim.quotes[0], row.outcomes[0]
+        place, outcome = next(iter(row.claim.quotes)), row.outcomes[0]
         table.add_row(
-            f"{quote.place}: “{quote.words}”",
+            f"{place}: “{row.claim.words}”",
             f"{report.value(outcome.value)}: {outcome.text}",
             f"{row.verdict}\n{report.agreement(row)}",
         )

@@ -8,8 +8,6 @@ import sys
 from enum import Enum
 from time import monotonic
 
-__all__ = ["Act", "Stopped", "act", "arrived", "begin", "end", "stopped"]
-
 SIGNALS = [
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
 ]
@@ -30,6 +28,9 @@ class Act(Enum):
     note = "nothing now: who asks for `arrived` will stop"
     insist = "as note, and raise Stopped if it comes again"
 
+
+WAITING = Act.insist if os.name == "posix" else Act.stop
+"""What a signal does to a read or write that waits."""
 
 _act = Act.leave
 _arrived: int | None = None

@@ -20,22 +20,18 @@ from typing import Annotated, Any, BinaryIO
 import numpy as np
 import typer
 
-from tailavg.cli import signals
+from tailavg.cli import options, signals
 from tailavg.cli.averages import Averages, Reads
-from tailavg.cli.cells import NUMBER, Array, csv_line, decode, encode, format_numbers
-from tailavg.cli.common import Method, fail, parse_rule, parse_windows, say, window_name
-from tailavg.cli.lines import PlainInput, Row
-from tailavg.cli.rows import Blocks, Rows, check_input, has_many_lines, source_of
-from tailavg.cli.signals import Act, Stopped
+from tailavg.cli.blocks import Blocks
+from tailavg.cli.cells import Array, csv_line, decode, encode, format_numbers
+from tailavg.cli.common import fail, say
+from tailavg.cli.lines import PlainInput, Row, Rows, choose_input, has_many_lines
+from tailavg.cli.options import Method, parse_rule, parse_windows, window_name
+from tailavg.cli.signals import WAITING, Act, Stopped
 from tailavg.core.rules import shared_rules
 from tailavg.core.windows import NEVER, Growing, Window
 from tailavg.io.files import InUseError, check_writable, locked, whole_file
 from tailavg.io.state import STREAM, STREAM_VERSION, plain
-
-__all__ = ["Output", "stream"]
-
-Shown = slice | list[bool]  # of many lines, those that are answered
-WAITING = Act.insist if os.name == "posix" else Act.stop  # what a signal does to a read or write
 
 
 class Output(StrEnum):
@@ -50,31 +46,12 @@ def stream(
     file: Annotated[
         str, typer.Argument(metavar="FILE", help="The file to read; - is standard input.")
     ] = "-",
-    window: Annotated[
-        str | None,
-        typer.Option(
-            "--window",
-            "-w",
-            help="How much to average: 100 is the last hundred, 0.25 the last quarter; "
-            "1 is the last number, 1.0 all of them.",
-        ),
-    ] = None,
-    windows: Annotated[
-        str | None,
-        typer.Option(help="Several windows at once, such as 0.1,0.25,1.0; replaces --window."),
-    ] = None,
-    column: Annotated[
-        list[str] | None,
-        typer.Option("--column", "-c", help="Read CSV with a header, and average this column."),
-    ] = None,
-    fields: Annotated[
-        list[str] | None,
-        typer.Option("--field", "-f", help="Read JSON lines, and average this field."),
-    ] = None,
-    by: Annotated[
-        str | None, typer.Option(help="Keep one average for each value of this column or field.")
-    ] = None,
-    method: Annotated[Method, typer.Option(help="How to average.")] = Method.anytime,
+    window: Annotated[str | None, options.WINDOW] = None,
+    windows: Annotated[str | None, options.WINDOWS] = None,
+    column: Annotated[list[str] | None, options.COLUMN] = None,
+    fields: Annotated[list[str] | None, options.FIELD] = None,
+    by: Annotated[str | None, options.BY] = None,
+    method: Annotated[Method, options.METHOD] = Method.anytime,
     accumulators: Annotated[
         int | None,
         typer.Option(
@@ -83,9 +60,7 @@ def stream(
             "with --windows, 12 for all fractions together, and at least 6.",
         ),
     ] = None,
-    at_most: Annotated[
-        int | None, typer.Option(help="The largest window that a fraction grows to.")
-    ] = None,
+    at_most: Annotated[int | None, options.AT_MOST] = None,
     every: Annotated[
         int, typer.Option(min=1, max=NEVER, help="Answer only every N-th number.")
     ] = 1,
@@ -96,9 +71,7 @@ def stream(
     state: Annotated[
         Path | None, typer.Option(help="Resume from this file if it exists, and save to it.")
     ] = None,
-    skip_bad: Annotated[
-        bool, typer.Option("--skip-bad", help="Skip rows that cannot be read, and report how many.")
-    ] = False,
+    skip_bad: Annotated[bool, options.SKIP_BAD] = False,
 ) -> None:
     """Average numbers as they arrive: one line in, one average out.
 
@@ -112,24 +85,20 @@ def stream(
     Exit codes: 0 at the end of the input, 1 for bad data or files, 2 for a wrong command line,
     130 after Ctrl-C, 143 after SIGTERM and 129 after SIGHUP, all with the state saved.
     """
-    chosen = parse_windows(window, windows, at_most)
+    parsed = parse_windows(window, windows, at_most)
+    source = choose_input(column, fields, by)
     if windows is None:
-        reads: Reads = [(parse_rule(chosen[0], method, accumulators), None)]
+        reads: Reads = [(parse_rule(parsed[0], method, accumulators), None)]
     else:
-        reads = _share(chosen, method, accumulators)
-    source = source_of(column, fields, by)
-    if windows is not None:
-        source.suffixes = [f"_{window_name(one)}" for one in chosen]
-    if file == "-":
-        check_input()
+        reads = _share(parsed, method, accumulators)
+        source.suffixes = [f"_{window_name(each)}" for each in parsed]
     session = Session(reads, source, output, every, skip_bad)
     with ExitStack() as stack:
-        if state is not None:
-            _take(state, stack)
-        signals.act(Act.stop)
-        blocks = Blocks(file)
+        blocks = Blocks(file)  # before any other file: see there
         stack.callback(blocks.close)
         if state is not None:
+            _reserve(state, stack)
+            signals.act(Act.stop)
             session.load(state)
         failure = _answer(session, blocks)
         if state is not None:
@@ -138,8 +107,20 @@ def stream(
     _finish(session, failure, state)
 
 
-def _take(state: Path, stack: ExitStack) -> None:
-    """Keep other processes away from a state, or fail if it could not be saved."""
+def _share(windows: list[Window], method: Method, accumulators: int | None) -> Reads:
+    """Return how to read several windows, all fractions from one set of blocks."""
+    if method is not Method.anytime:
+        raise typer.BadParameter(f"--method {method} goes with --window, not with --windows")
+    if accumulators is not None and not any(isinstance(each, Growing) for each in windows):
+        raise typer.BadParameter("--accumulators goes with fractions in --windows, got counts only")
+    try:
+        return shared_rules(windows, 12 if accumulators is None else accumulators)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _reserve(state: Path, stack: ExitStack) -> None:
+    """Lock a state against other processes, or fail if it could not be saved."""
     signals.act(Act.note)
     try:
         check_writable(state)
@@ -175,23 +156,10 @@ def _save(session: Session, state: Path) -> None:
     try:
         session.save(state)
     except Stopped:
-        say(f"stopped again: the state is not saved, and {state} is as it was")
+        say(f"interrupted twice: state not saved; {state} is unchanged")
         raise
     except OSError as error:
-        fail(f"{state}: cannot save the state, which is as it was: {error.strerror}")
-
-
-def _share(windows: list[Window], method: Method, accumulators: int | None) -> Reads:
-    """Read several windows, all fractions from one set of blocks."""
-    if method is not Method.anytime:
-        raise typer.BadParameter(f"--method {method} goes with --window, not with --windows")
-    fractions = [window.c for window in windows if isinstance(window, Growing)]
-    if accumulators is not None and not fractions:
-        raise typer.BadParameter("--accumulators goes with fractions in --windows, got counts only")
-    try:
-        return shared_rules(windows, 12 if accumulators is None else accumulators)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+        fail(f"{state}: state not saved, the file is unchanged: {error.strerror}")
 
 
 def _finish(session: Session, failure: str | None, state: Path | None) -> None:
@@ -200,9 +168,9 @@ def _finish(session: Session, failure: str | None, state: Path | None) -> None:
     stopped = f"stopped after line {session.lines}{saved}"
     number = signals.arrived()
     if session.bad:
-        say(session.told_bad())
+        say(session.skipped())
     if session.error:
-        fail(f"{session.error}; fix it, or skip such rows with --skip-bad{saved}")
+        fail(f"{session.error}{saved}")
     if failure:
         fail(f"{failure}; {stopped}" if state else failure)
     if number is not None or (failure is not None and state):
@@ -212,11 +180,11 @@ def _finish(session: Session, failure: str | None, state: Path | None) -> None:
 
 
 def _write(data: bytes) -> None:
-    """Write all data to standard output at once."""
-    rest = memoryview(data)
-    while rest:
+    """Write all data to standard output."""
+    unwritten = memoryview(data)
+    while unwritten:
         try:
-            rest = rest[os.write(1, rest) :]
+            unwritten = unwritten[os.write(1, unwritten) :]
         except BlockingIOError:  # another process made the pipe non-blocking
             select.select([], [1], [])
 
@@ -228,9 +196,9 @@ class Session(Rows):
         self, reads: Reads, source: PlainInput, output: Output, every: int, skip_bad: bool
     ) -> None:
         super().__init__(source, skip_bad)
-        self.reads, self.output, self.every = reads, output, every
+        self.reads, self.output = reads, output
         self.headed = False  # whether the header was written, now or before a resume
-        self.averages = Averages(reads, len(source.columns))
+        self.averages = Averages(reads, len(source.columns), every)
 
     def answer(self, block: bytes) -> bytes:
         """Take a block of lines, and return the output."""
@@ -242,68 +210,58 @@ class Session(Rows):
         return text
 
     def _answer_rows(self, block: bytes) -> bytes:
-        """The output for rows: as arrays if they are many and plain, otherwise one by one."""
+        """Answer rows: as arrays if they are many, and otherwise one by one."""
         many = has_many_lines(block)
-        if many and self.output in (Output.plain, self.source.carries):
-            taken = self.take(block)
-            if taken is not None:
-                averages, shown = self._scan(*taken)
-                return self._answer_lines(averages, shown, taken[1], block)
+        if (
+            many
+            and self.output in (Output.plain, self.source.carries)
+            and (taken := self.take(block))
+        ):
+            averages, answered = self.averages.scan(*taken)
+            if self.output is Output.plain:
+                return self._format(compress(taken[1], answered), averages)
+            lines = compress(decode(block).split("\n")[:-1], answered)
+            return self._format(map(self.source.head, lines), averages)
         rows = self.parse(block)
         if many and rows:
-            averages, shown = self._scan(*self.arrays(rows))
-            return encode("".join(map(self._line, _chosen(rows, shown), averages.tolist())))
-        step, every = self.averages.step, self.every
-        lines = [self._line(row, now) for row in rows if (now := step(row.key, row.numbers, every))]
-        return encode("".join(lines))
+            averages, answered = self.averages.scan(*self.arrays(rows))
+            return self._format(map(self._head, compress(rows, answered)), averages)
+        step = self.averages.step
+        answers = [(row, now) for row in rows if (now := step(row.key, row.numbers))]
+        heads = (self._head(row) for row, _ in answers)
+        return self._format(heads, np.array([averages for _, averages in answers]))
 
-    def _answer_lines(self, averages: Array, shown: Shown, keys: list[str], block: bytes) -> bytes:
-        """The output for lines with nothing odd: these averages, of those that are shown."""
-        text = format_numbers(averages)
+    def _head(self, row: Row) -> str:
+        """Return a line of the output up to where the averages are added."""
         if self.output is Output.plain:
-            if not keys:
-                return text
-            pairs = zip(_chosen(keys, shown), text.decode().split("\n"), strict=False)
-            return encode("".join([f"{key}\t{answer}\n" for key, answer in pairs]))
-        if self.output is Output.csv:
-            answers = text.replace(b"\t", b",").split(b"\n")
-            heads = _chosen(block.split(b"\n")[:-1], shown)
-            return b"".join([b"%b,%b\n" % pair for pair in zip(heads, answers, strict=False)])
-        cells = [self._json_cells(answer.split("\t")) for answer in text.decode().split("\n")[:-1]]
-        objects = _chosen(decode(block).split("\n")[:-1], shown)
-        found = zip(objects, cells, strict=True)
-        return encode("".join([f"{line[:-1].rstrip()}, {cell}}}\n" for line, cell in found]))
+            return row.key
+        if self.output == self.source.carries:
+            return self.source.head(row.line)
+        return self.source.converted_head(row)
 
-    def _scan(self, numbers: Array, keys: list[str]) -> tuple[Array, Shown]:
-        """Take rows of numbers; return the averages to show, and the rows they belong to."""
-        if keys:
-            return self.averages.scan_keys(keys, numbers, self.every)
-        averages, before = self.averages.scan("", numbers)
-        shown = slice(-(before + 1) % self.every, None, self.every)
-        return averages[shown], shown
-
-    def _line(self, row: Row, averages: list[float]) -> str:
-        """A line of the output: the columns that pass through, and the averages."""
-        texts = [NUMBER % average for average in averages]
-        if self.output is Output.csv:
-            return ",".join([self.source.csv_cells(row), *texts]) + "\n"
-        if self.output is Output.plain:
-            return "\t".join(texts if self.source.by is None else [row.key, *texts]) + "\n"
-        return f"{self.source.json_object(row)[:-1].rstrip()}, {self._json_cells(texts)}}}\n"
-
-    def _json_cells(self, texts: list[str]) -> str:
-        """Averages with their names, as in an object; JSON has no NaN and no infinities."""
-        pairs = zip(self._json_names, texts, strict=True)
-        return ", ".join(
-            [f"{name}: {'null' if text[-1] in 'nf' else text}" for name, text in pairs]
-        )
+    def _format(self, heads: Iterable[str], averages: Array) -> bytes:
+        """Return the output: lines that begin with these heads and end with these averages."""
+        if self.output is Output.plain and self.source.by is None:
+            return format_numbers(averages)
+        if self.output is Output.jsonl:
+            numbers = format_numbers(averages).decode().split()
+            if not np.isfinite(averages).all():  # for which JSON has no numbers
+                numbers = ["null" if number[-1] in "nf" else number for number in numbers]
+            joint, endings = ", ", self._json_ending * len(averages) % tuple(numbers)
+        else:
+            joint = "," if self.output is Output.csv else "\t"
+            endings = format_numbers(averages, joint).decode()
+        lines = zip(heads, endings.split("\n"), strict=False)
+        return encode("".join([f"{head}{joint}{ending}\n" for head, ending in lines]))
 
     @cached_property
-    def _json_names(self) -> list[str]:
-        return [json.dumps(name, ensure_ascii=False) for name in self.source.averages]
+    def _json_ending(self) -> str:
+        """The format of the averages at the end of a JSON object."""
+        names = (json.dumps(name, ensure_ascii=False) for name in self.source.averages)
+        return ", ".join([f"{name.replace('%', '%%')}: %s" for name in names]) + "}\n"
 
     def _options(self) -> dict[str, Any]:
-        """The options that a state must have been made with."""
+        """Return the options that a state must have been made with."""
         return {
             "rule": [plain(rule) for rule in self.averages.rules],
             "input": self.source.kind,
@@ -341,11 +299,10 @@ class Session(Rows):
                     f"{path}: the state was made with other options: {name} was "
                     f"{saved['options'][name]}, is {value}; use the same, or another file"
                 )
-        names = saved["names"]
-        if names is not None:
-            if not all(isinstance(name, str) for name in names):
-                raise ValueError("names: expected texts")
-            self.source.names = list(names)
+        if not all(isinstance(name, str) for name in saved["names"]):
+            raise ValueError("names: expected texts")
+        if saved["names"]:
+            self.source.names = list(saved["names"])
             self.source.check_names()
         self.headed = bool(saved["headed"])
         for key, averages in map(json.loads, file):
@@ -354,7 +311,7 @@ class Session(Rows):
             raise ValueError(f"expected {saved['keys']} keys, got {len(self.averages)}")
 
     def save(self, path: Path) -> None:
-        """Write the state, whole or not at all: a line about all keys, then one for each."""
+        """Write the state atomically: a line about all keys, then one for each."""
         state = {
             "format": STREAM,
             "version": STREAM_VERSION,
@@ -366,8 +323,3 @@ class Session(Rows):
         with whole_file(path) as file:
             for line in chain([state], self.averages.saved()):
                 file.write(json.dumps(line).encode() + b"\n")
-
-
-def _chosen(lines: list[Any], shown: Shown) -> Iterable[Any]:
-    """The lines that are shown."""
-    return lines[shown] if isinstance(shown, slice) else compress(lines, shown)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
+from itertools import groupby
+from operator import itemgetter
 
 import numpy as np
 from rich.text import Text
 
-from tailavg.cli.charts import LISTED, Chart, Panel, colour_of, labels, limits, ticks, with_error
+from tailavg.cli.charts import LISTED, Chart, Panel, labels, limits, ticks, with_error
 from tailavg.numpy.arithmetic import Array
-
-__all__ = ["text"]
 
 HEIGHT = 8
 """The least rows of a chart."""
@@ -19,7 +19,7 @@ _BITS = np.array([[1, 8], [2, 16], [4, 32], [64, 128]])  # of the dots of a brai
 
 
 def text(chart: Chart, width: int, height: int, unicode: bool = True) -> Text:
-    """The chart, as large as a terminal: `width` and `height` are those of all of it."""
+    """Return the chart as text of this width and height, which are those of all panels."""
     each = max(HEIGHT, height // max(1, len(chart.panels)))
     parts = [_panel(chart, panel, max(40, width), each, unicode) for panel in chart.panels]
     title = [Text().append(chart.title, style="bold")] if chart.title else []
@@ -27,60 +27,58 @@ def text(chart: Chart, width: int, height: int, unicode: bool = True) -> Text:
 
 
 def _panel(chart: Chart, panel: Panel, width: int, height: int, unicode: bool) -> Text:
-    lines = chart.drawn(panel)
+    lines = panel.lines
     points = [line.points() for line in lines]
     x_limits = limits([xs for xs, _ in points], chart.log_x)
     y_limits = limits([ys for _, ys in points], chart.log_y)
-    legend = _legend(chart, panel, width, unicode)
+    legend = _legend(panel, width, unicode)
     rows = max(4, height - 3 - legend.plain.count("\n"))
     y_ticks = ticks(*y_limits, max(3, rows // 3), chart.log_y)
     y_labels = labels(y_ticks)
     margin = max(map(len, y_labels)) + 1
     columns = width - margin - 1
-    bits, owners = np.zeros((2, rows, columns), np.int64)
+    bits, owners = np.zeros((rows, columns), np.int64), np.full((rows, columns), -1)
     for i, (xs, ys) in enumerate(points):
         across = _placed(xs, x_limits, chart.log_x) * (2 * columns - 1)
         down = (1 - _placed(ys, y_limits, chart.log_y)) * (4 * rows - 1)
         drawn = _dots(across, down, 2 * columns, 4 * rows)
         # the averages hide samples behind them
         bits, owners = np.where(drawn, drawn, bits), np.where(drawn, i, owners)
-    places = {
-        _row(tick, y_limits, chart.log_y, rows): label
-        for tick, label in zip(y_ticks, y_labels, strict=True)
-    }
-    edge, corner, bar = ("│", "└", "─") if unicode else ("|", "+", "-")
+    down = (1 - _placed(np.array(y_ticks), y_limits, chart.log_y)) * (4 * rows - 1)
+    label_of_row = dict(zip((np.rint(down) // 4).tolist(), y_labels, strict=True))
+    edge, tick, corner, bar = "│┤└─" if unicode else "|++-"
     out = Text().append(f"{panel.name}  ", style="bold").append_text(legend).append("\n")
     for row in range(rows):
-        tick = places.get(row)
-        out.append(f"{tick or '':>{margin}}", style="dim")
-        out.append(("┤" if unicode else "+") if tick else edge, style="dim")
-        for start, stop in _runs(owners[row] * (bits[row] > 0)):
-            cells = bits[row, start:stop].tolist()
-            owner = owners[row, start]
-            if unicode:
-                shown = "".join(chr(0x2800 + cell) if cell else " " for cell in cells)
+        label = label_of_row.get(row, "")
+        out.append(f"{label:>{margin}}{tick if label else edge}", style="dim")
+        cells = zip(owners[row].tolist(), bits[row].tolist(), strict=True)
+        for owner, run in groupby(cells, key=itemgetter(0)):
+            dots = [cell for _, cell in run]
+            if owner < 0:
+                out.append(" " * len(dots))
+            elif unicode:
+                out.append("".join(chr(0x2800 + cell) for cell in dots), style=lines[owner].colour)
             else:
-                mark = "." if lines and lines[owner].window < 0 else "*"
-                shown = "".join(mark if cell else " " for cell in cells)
-            out.append(shown, style=colour_of(chart, lines[owner]) if lines else "")
+                mark = "." if lines[owner].window < 0 else "*"
+                out.append(mark * len(dots), style=lines[owner].colour)
         out.append("\n")
     out.append(" " * margin + corner + bar * columns + "\n", style="dim")
     x_ticks = ticks(*x_limits, max(2, columns // 14), chart.log_x)
     return out.append(_below(chart, x_ticks, x_limits, margin + 1, columns), style="dim")
 
 
-def _legend(chart: Chart, panel: Panel, width: int, unicode: bool) -> Text:
-    """The averages, with their values now and their standard errors."""
-    listed = chart.listed(panel)
+def _legend(panel: Panel, width: int, unicode: bool) -> Text:
+    """Return the names of lines, and the last values and standard errors of averages."""
+    listed = [line for line in panel.lines if line.listed]
     out, used = Text(), len(panel.name) + 2
     for line in listed[:LISTED]:
-        name = chart.name_of(line)
+        name = line.name
         if line.window >= 0:
             name += f" {with_error(line.now, line.error, '±' if unicode else '+-')}"
         if used + len(name) + 5 > width:
             out.append("\n")
             used = 0
-        out.append("━━ " if unicode else "-- ", style=colour_of(chart, line)).append(f"{name}  ")
+        out.append("━━ " if unicode else "-- ", style=line.colour).append(f"{name}  ")
         used += len(name) + 5
     if len(listed) > LISTED:
         out.append(f"and {len(listed) - LISTED} more")
@@ -90,7 +88,7 @@ def _legend(chart: Chart, panel: Panel, width: int, unicode: bool) -> Text:
 def _below(
     chart: Chart, found: list[float], between: tuple[float, float], left: int, columns: int
 ) -> str:
-    """The line of ticks below a chart, and the name of the axis at its end."""
+    """Return the line of ticks below a chart, with the name of the axis at its end."""
     cells = [" "] * (left + columns)
     name = f" {chart.x_name}"
     end = len(cells) - len(name)
@@ -106,7 +104,7 @@ def _below(
 
 
 def _placed(values: Array, between: tuple[float, float], log: bool) -> Array:
-    """Where values are between the least and the greatest: from 0 to 1, NaN if nowhere."""
+    """Return where values are between the limits: from 0 to 1, NaN if nowhere."""
     if log:
         with np.errstate(all="ignore"):
             values = np.log(np.where(values > 0, values, np.nan))
@@ -115,33 +113,21 @@ def _placed(values: Array, between: tuple[float, float], log: bool) -> Array:
     return placed.clip(0.0, 1.0).round(9)  # numbers that differ by rounding get the same dot
 
 
-def _row(value: float, between: tuple[float, float], log: bool, rows: int) -> int:
-    down = (1 - float(_placed(np.array(value), between, log))) * (4 * rows - 1)
-    return round(down) // 4
-
-
 def _dots(across: Array, down: Array, width: int, height: int) -> Array:
-    """Braille bits of a line through these points, for each character."""
+    """Return the braille bits of a line through these points, for each character."""
     drawn = np.zeros((height, width), np.bool_)
     known = np.isfinite(across) & np.isfinite(down)
     points = np.rint(np.stack([across, down], axis=1)[known]).astype(np.int64)
     drawn[points[:, 1], points[:, 0]] = True
-    gap = np.flatnonzero(known)
-    linked = np.diff(gap) == 1  # no gap between them
-    start, step = points[:-1][linked], np.diff(points, axis=0)[linked]
-    if len(start):
-        number_of = np.abs(step).max(axis=1) + 1
-        which = np.repeat(np.arange(len(start)), number_of)
-        place = np.arange(len(which)) - np.repeat(np.cumsum(number_of) - number_of, number_of)
-        part = place / np.maximum(number_of - 1, 1)[which]
-        dots = np.rint(start[which] + step[which] * part[:, None]).astype(np.int64)
+    linked = np.diff(np.flatnonzero(known)) == 1  # no gap between them
+    starts, steps = points[:-1][linked], np.diff(points, axis=0)[linked]
+    if len(starts):
+        sizes = np.abs(steps).max(axis=1) + 1  # in dots
+        which = np.repeat(np.arange(len(starts)), sizes)
+        place = np.arange(len(which)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        share = place / np.maximum(sizes - 1, 1)[which]
+        dots = np.rint(starts[which] + steps[which] * share[:, None]).astype(np.int64)
         drawn[dots[:, 1], dots[:, 0]] = True
     cells = drawn.reshape(height // 4, 4, width // 2, 2)
     bits: Array = np.einsum("rych,yh->rc", cells, _BITS)
     return bits
-
-
-def _runs(row: Array) -> list[tuple[int, int]]:
-    """Where neighbours are equal: starts and ends."""
-    cuts = np.flatnonzero(np.diff(row)) + 1
-    return list(zip([0, *cuts.tolist()], [*cuts.tolist(), len(row)], strict=True))

@@ -11,7 +11,7 @@ if nearly all do.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -20,23 +20,6 @@ import numpy as np
 from tailavg.experiments.moments import noise_ball
 from tailavg.experiments.noise import STREAMS, promised, settled_share, sizes
 from tailavg.experiments.regression import Curve, Means, Problem, Reals
-
-__all__ = [
-    "AGREE",
-    "CLAIMS",
-    "MARGIN",
-    "STREAM_CLAIMS",
-    "Claim",
-    "Finding",
-    "Outcome",
-    "Quote",
-    "Verdict",
-    "exact",
-    "extent",
-    "find",
-    "first_step",
-    "gap",
-]
 
 MARGIN = 1.1
 FIRST = 0.02
@@ -72,26 +55,27 @@ class Outcome:
         return self.slack >= 0
 
 
-@dataclass(frozen=True)
-class Quote:
-    """The paper's words, and where they stand."""
-
-    place: str
-    words: str
+Judge = Callable[[Problem, Means], Outcome]
 
 
 @dataclass(frozen=True)
 class Claim:
     """Sentences of the paper that say one thing, what is compared, and what decides on curves.
 
-    `seeds` says whether the outcome depends on the seed.
+    `quotes` maps a place in the paper to its words there. `seeds` says whether the outcome depends
+    on the seed.
     """
 
     name: str
-    quotes: tuple[Quote, ...]
+    quotes: Mapping[str, str]
     compared: str
-    judge: Callable[[Problem, Means], Outcome]
+    judge: Judge
     seeds: bool = True
+
+    @property
+    def words(self) -> str:
+        """The first quote."""
+        return next(iter(self.quotes.values()))
 
 
 @dataclass(frozen=True)
@@ -123,17 +107,17 @@ class Finding:
 
 
 def exact(window: str) -> Curve:
-    """The curve of the exact average of a window."""
+    """Return the curve of the exact average of a window."""
     return Curve(window, "truek" if window.startswith("k") else "true")
 
 
 def first_step(total: int) -> int:
-    """The first step that claims consider."""
+    """Return the first step that claims consider."""
     return max(1, math.ceil(FIRST * total))
 
 
 def gap(over: Reals, under: Reals) -> Reals:
-    """The ratio of two curves at every t, its logarithm averaged over a tenth of a decade.
+    """Return the ratio of two curves at every t, its log averaged over a tenth of a decade.
 
     Each t weighs 1/t, so that the average is even on a logarithmic axis.
     """
@@ -151,16 +135,16 @@ def _gaps(means: Means, over: Curve, under: Curve) -> Reals:
 
 
 def extent(means: Means, window: str, *names: str) -> tuple[float, float]:
-    """The smallest and the largest gap of any of the curves to the exact one."""
+    """Return the smallest and the largest gap of any of the curves to the exact one."""
     gaps = [_gaps(means, Curve(window, name), exact(window)) for name in names]
     return float(np.min(gaps)), float(np.max(gaps))
 
 
-def _far(means: Means, over: Curve, under: Curve, both: bool) -> tuple[float, int]:
-    """The largest gap, or the one furthest from 1, and its t."""
-    first, gaps = first_step(len(means[over])), _gaps(means, over, under)
+def _far(means: Means, over: Curve, under: Curve, both: bool = False) -> tuple[float, int]:
+    """Return the largest gap, or the one furthest from 1, and its t."""
+    gaps = _gaps(means, over, under)
     at = int(np.argmax(np.abs(np.log(gaps)) if both else gaps))
-    return float(gaps[at]), first + at
+    return float(gaps[at]), first_step(len(means[over])) + at
 
 
 def _told(over: Curve, under: Curve, value: float, t: int) -> str:
@@ -169,40 +153,29 @@ def _told(over: Curve, under: Curve, value: float, t: int) -> str:
     return f"{over.method} {much} {under.method} at t = {t}"
 
 
-def _same(window: str, *names: str) -> Callable[[Problem, Means], Outcome]:
-    """None of the curves is ever further from the exact one than the margin."""
+def _same(window: str, *names: str, apart: bool = False) -> Judge:
+    """None of the curves is ever further from the exact one than the margin; or, one is."""
 
     def judge(_: Problem, means: Means) -> Outcome:
-        against = exact(window)
-        found = []
-        for name in names:
-            value, t = _far(means, Curve(window, name), against, both=True)
+        outcomes = []
+        for curve in (Curve(window, name) for name in names):
+            value, t = _far(means, curve, exact(window), both=True)
             slack = math.log(MARGIN) - abs(math.log(value))
-            found.append(Outcome(value, _told(Curve(window, name), against, value, t), slack))
-        return min(found, key=lambda outcome: outcome.slack)
+            text = _told(curve, exact(window), value, t)
+            outcomes.append(Outcome(value, text, -slack if apart else slack))
+        return min(outcomes, key=lambda outcome: outcome.slack)
 
     return judge
 
 
-def _worse(window: str, name: str, under: str | None = None) -> Callable[[Problem, Means], Outcome]:
+def _worse(window: str, name: str, under: str | None = None) -> Judge:
     """Somewhere the curve is above the other by more than the margin."""
 
     def judge(_: Problem, means: Means) -> Outcome:
+        curve = Curve(window, name)
         against = exact(window) if under is None else Curve(window, under)
-        value, t = _far(means, Curve(window, name), against, both=False)
-        told = _told(Curve(window, name), against, value, t)
-        return Outcome(value, told, math.log(value / MARGIN))
-
-    return judge
-
-
-def _apart(window: str, name: str) -> Callable[[Problem, Means], Outcome]:
-    """The opposite of the same."""
-    same = _same(window, name)
-
-    def judge(problem: Problem, means: Means) -> Outcome:
-        found = same(problem, means)
-        return Outcome(found.value, found.text, -found.slack)
+        value, t = _far(means, curve, against)
+        return Outcome(value, _told(curve, against, value, t), math.log(value / MARGIN))
 
     return judge
 
@@ -212,8 +185,7 @@ def _degrades_faster(_: Problem, means: Means) -> Outcome:
     growth = {}
     for name in ("expk", "awak"):
         small, large = (
-            _far(means, Curve(window, name), exact(window), both=False)[0]
-            for window in ("k = 10", "k = 100")
+            _far(means, Curve(window, name), exact(window))[0] for window in ("k = 10", "k = 100")
         )
         growth[name] = large / small
     value = growth["expk"] / growth["awak"]
@@ -224,7 +196,7 @@ def _degrades_faster(_: Problem, means: Means) -> Outcome:
 def _early(_: Problem, means: Means) -> Outcome:
     """At k = 100, expk is worse than truek for a while, and no longer at the end."""
     over, under = Curve("k = 100", "expk"), exact("k = 100")
-    value, t = _far(means, over, under, both=False)
+    value, t = _far(means, over, under)
     end = float(gap(means[over], means[under])[-1])
     text = f"{_told(over, under, value, t)}, {end:.2f} times at the end"
     return Outcome(value, text, min(math.log(value / MARGIN), math.log(MARGIN / end)))
@@ -256,74 +228,59 @@ def _same_rate(_: Problem, means: Means) -> Outcome:
 CLAIMS = (
     Claim(
         "small",
-        (Quote("Experiments", "all methods perform the same for small values of k"),),
+        {"Experiments": "all methods perform the same for small values of k"},
         "Expk and awak against truek at k = 10: the same",
         _same("k = 10", "expk", "awak"),
     ),
     Claim(
         "faster",
-        (
-            Quote(
-                "Figure 1",
-                "as k grows, the performance of the exponential average degrades faster than that "
-                "of the anytime window average",
-            ),
-            Quote("Experiments", "the exponential average degrades faster when k increases"),
-        ),
+        {
+            "Figure 1": "as k grows, the performance of the exponential average degrades faster "
+            "than that of the anytime window average",
+            "Experiments": "the exponential average degrades faster when k increases",
+        },
         "How much the largest gap to truek grows from k = 10 to k = 100, expk against awak: worse",
         _degrades_faster,
     ),
     Claim(
         "fixed",
-        (
-            Quote(
-                "Section 2",
-                "the exponential average does not perform as well as the window average in the "
-                "case where k is fixed",
-            ),
-        ),
+        {
+            "Section 2": "the exponential average does not perform as well as the window average "
+            "in the case where k is fixed"
+        },
         "Expk against awak at k = 100: worse",
         _worse("k = 100", "expk", "awak"),
     ),
     Claim(
         "early",
-        (
-            Quote(
-                "Experiments",
-                "when x evolves quickly, as is the case at the beginning of optimization, the use "
-                "of old examples, even with a small weights, heavily penalizes the average",
-            ),
-        ),
+        {
+            "Experiments": "when x evolves quickly, as is the case at the beginning of "
+            "optimization, the use of old examples, even with a small weights, heavily penalizes "
+            "the average"
+        },
         "Expk against truek at k = 100: worse somewhere, and no longer at the end",
         _early,
     ),
     Claim(
         "close",
-        (
-            Quote("Figure 2", "all proposed estimators closely match the true average for c=.25"),
-            Quote("Experiments", "For c=.25, all methods except raw are indistinguishable"),
-            Quote(
-                "Introduction",
-                "a very good approximation to the true running average for low values of c",
-            ),
-        ),
+        {
+            "Figure 2": "all proposed estimators closely match the true average for c=.25",
+            "Experiments": "For c=.25, all methods except raw are indistinguishable",
+            "Introduction": "a very good approximation to the true running average for low values "
+            "of c",
+        },
         "Exp, awa and awa3 against true at c = 0.25: the same",
         _same("c = 0.25", "exp", "awa", "awa3"),
     ),
     Claim(
         "raw",
-        (Quote("Experiments", "all methods except raw"),),
+        {"Experiments": "all methods except raw"},
         "Raw against true at c = 0.25: not the same",
-        _apart("c = 0.25", "raw"),
+        _same("c = 0.25", "raw", apart=True),
     ),
     Claim(
         "ball",
-        (
-            Quote(
-                "Experiments",
-                "many iterates are before the optimization reached the noise ball",
-            ),
-        ),
+        {"Experiments": "many iterates are before the optimization reached the noise ball"},
         "When the expected error of the iterate is within 10 % of its limit: within the run, and "
         "after more than 10 % of it",
         _many_before_the_noise_ball,
@@ -331,55 +288,45 @@ CLAIMS = (
     ),
     Claim(
         "exp",
-        (
-            Quote("Experiments", "exp performs significantly worse than true"),
-            Quote(
-                "Introduction",
-                "For larger values of c, however, its use of old examples degrades its performance",
-            ),
-        ),
+        {
+            "Experiments": "exp performs significantly worse than true",
+            "Introduction": "For larger values of c, however, its use of old examples degrades "
+            "its performance",
+        },
         "Exp against true at c = 0.5: worse",
         _worse("c = 0.5", "exp"),
     ),
     Claim(
         "awa",
-        (Quote("Experiments", "awa with two accumulators also has lower performance"),),
+        {"Experiments": "awa with two accumulators also has lower performance"},
         "Awa against true at c = 0.5: worse",
         _worse("c = 0.5", "awa"),
     ),
     Claim(
         "awa3",
-        (
-            Quote("Figure 2", "only awa3 performs as well as the true average for c=.5"),
-            Quote(
-                "Introduction", "a performance virtually indistinguishable from the true average"
-            ),
-        ),
+        {
+            "Figure 2": "only awa3 performs as well as the true average for c=.5",
+            "Introduction": "a performance virtually indistinguishable from the true average",
+        },
         "Awa3 against true at c = 0.5: the same",
         _same("c = 0.5", "awa3"),
     ),
     Claim(
         "rate",
-        (
-            Quote(
-                "Experiments",
-                "using only three accumulators achieves the exact same rate as the true window "
-                "average",
-            ),
-        ),
+        {
+            "Experiments": "using only three accumulators achieves the exact same rate as the "
+            "true window average"
+        },
         "Slopes of log error on log t over the second half at c = 0.5, awa3 against true: what "
         "they make of the ratio in that time, the same",
         _same_rate,
     ),
     Claim(
         "memory",
-        (
-            Quote(
-                "Abstract",
-                "one can improve the accuracy of that average at the cost of increased memory "
-                "consumption",
-            ),
-        ),
+        {
+            "Abstract": "one can improve the accuracy of that average at the cost of increased "
+            "memory consumption"
+        },
         "Awa against awa3 at c = 0.5: worse",
         _worse("c = 0.5", "awa", "awa3"),
     ),
@@ -422,7 +369,7 @@ def _variance_kept(problem: Problem, variances: Means) -> Outcome:
 STREAM_CLAIMS = (
     Claim(
         "settles",
-        (Quote("Section 2", "k_t/t converges to c regardless of the initial conditions"),),
+        {"Section 2": "k_t/t converges to c regardless of the initial conditions"},
         "1/n ← γ_t²/n + (1 − γ_t)² from n = 1 to 10⁶ at a tenth of the run, for c = 0.25 and "
         "0.5: at the end, n/t within 1 % of c",
         _settles,
@@ -430,10 +377,10 @@ STREAM_CLAIMS = (
     ),
     Claim(
         "variance",
-        (
-            Quote("Section 2", "to maintain a variance 1/k_t for all t"),
-            Quote("Section 3", "while maintaining the variance of 1/k"),
-        ),
+        {
+            "Section 2": "to maintain a variance 1/k_t for all t",
+            "Section 3": "while maintaining the variance of 1/k",
+        },
         f"Expk, awak, exp, awa and awa3 on {STREAMS} streams of N(0, 1): at every t, the variance "
         "is between 1/(k_t + 1) and 1/k_t, or outside by less than 5 standard errors",
         _variance_kept,
@@ -446,9 +393,7 @@ STREAM_CLAIMS = (
 def find(claims: Iterable[Claim], problem: Problem, by_seed: Sequence[Means]) -> list[Finding]:
     """Judge claims on the curves of every seed, the problem's own first."""
     return [
-        Finding(
-            claim,
-            [claim.judge(problem, curves) for curves in by_seed[: None if claim.seeds else 1]],
-        )
+        Finding(claim, [claim.judge(problem, curves) for curves in by_seed[:most]])
         for claim in claims
+        for most in [None if claim.seeds else 1]
     ]

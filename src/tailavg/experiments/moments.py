@@ -14,8 +14,6 @@ import numpy as np
 
 from tailavg.experiments.regression import Problem, Reals
 
-__all__ = ["expected_errors", "largest_stable_step", "noise_ball", "spectral_radius", "transition"]
-
 
 def transition(problem: Problem, step: float | None = None) -> tuple[Reals, Reals]:
     """The matrix and the vector of m' = matrix @ m + vector, at the problem's step or another."""
@@ -42,7 +40,7 @@ def largest_stable_step(problem: Problem) -> float:
 
 
 def expected_errors(problem: Problem) -> Reals:
-    """The expected excess error of the iterate after each batch."""
+    """Return the expected excess error of the iterate after each batch."""
     matrix, vector = transition(problem)
     start, optimum = problem.start, problem.optimum
     drawn = (start == "normal") + (optimum == "normal")

@@ -11,8 +11,6 @@ from tailavg import Exponential, TailAverage
 from tailavg.core.rules import WindowRule
 from tailavg.experiments.regression import Curve, Reals, methods
 
-__all__ = ["STREAMS", "promised", "settled_share", "sizes", "variances"]
-
 STREAMS = 5000
 BLOCK = 50
 
@@ -43,7 +41,7 @@ def sizes(rule: WindowRule, total: int) -> Reals:
 def variances(
     seed: int, total: int, streams: int = STREAMS, advance: Callable[[int], Any] = lambda _: None
 ) -> dict[Curve, Reals]:
-    """The variance of each average over independent streams of N(0, 1), at every step."""
+    """Return the variance of each average over streams of N(0, 1), at every step."""
     random = np.random.default_rng(seed)
     averages = {curve: TailAverage(rule) for curve, rule in promised(total).items()}
     found: dict[Curve, list[Reals]] = {curve: [] for curve in averages}

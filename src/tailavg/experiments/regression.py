@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -12,19 +13,6 @@ import numpy.typing as npt
 
 from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, RawTail, TailAverage
 from tailavg.core.rules import WindowRule
-
-__all__ = [
-    "Curve",
-    "DivergedError",
-    "Errors",
-    "Problem",
-    "Regression",
-    "Tails",
-    "measure",
-    "measure_tails",
-    "methods",
-    "turns",
-]
 
 Reals = npt.NDArray[np.float64]
 Point = float | Literal["normal"]
@@ -115,12 +103,12 @@ class Regression:
         return np.full(shape, float(point))
 
     def excess(self, w: Reals) -> Reals:
-        """The loss of w, of shape (…, runs, d), above the minimum: (w-w*)ᵀH(w-w*)."""
+        """Return the loss of w, of shape (…, runs, d), above the minimum: (w-w*)ᵀH(w-w*)."""
         excess: Reals = np.square(w - self.optimum) @ self.curvature
         return excess
 
     def batches(self) -> Iterator[tuple[Reals, Reals]]:
-        """Batch after batch, x of shape (runs, batch, d) and y of shape (runs, batch).
+        """Yield batches: x of shape (runs, batch, d), and y of shape (runs, batch).
 
         The same seed gives the same batches, whatever the step.
         """
@@ -133,19 +121,18 @@ class Regression:
             yield x, y
 
     def iterates(self) -> Iterator[Reals]:
-        """w₁, w₂, …, the iterate after each batch, in chunks of shape (steps, runs, d)."""
-        w, chunk, step = self.start, [], self.problem.used_step
+        """Yield w₁, w₂, …, the iterate after each batch, in chunks of shape (steps, runs, d)."""
+        w, batches = self.start, self.batches()
         most = max(1, CHUNK // w.size)
-        for x, y in self.batches():
-            residual = x @ w[..., None] - y[..., None]
-            gradient = 2.0 * (residual.swapaxes(1, 2) @ x)[:, 0] / self.problem.batch_size
-            w = w - step * gradient
-            chunk.append(w)
-            if len(chunk) == most:
-                yield np.stack(chunk)
-                chunk = []
-        if chunk:
+        while chunk := [w := self._step(w, x, y) for x, y in islice(batches, most)]:
             yield np.stack(chunk)
+
+    def _step(self, w: Reals, x: Reals, y: Reals) -> Reals:
+        """Return the iterate after a batch."""
+        residual = x @ w[..., None] - y[..., None]
+        gradient = 2.0 * (residual.swapaxes(1, 2) @ x)[:, 0] / self.problem.batch_size
+        following: Reals = w - self.problem.used_step * gradient
+        return following
 
 
 class Curve(NamedTuple):
@@ -163,7 +150,7 @@ Means = Mapping[Curve, Reals]
 
 
 def methods(total: int) -> dict[Curve, WindowRule]:
-    """The averages in the paper's two figures, with the paper's names."""
+    """Return the averages in the paper's two figures, with the paper's names."""
     rules: dict[Curve, WindowRule] = {}
     for k in (10, 100):
         rules[Curve(f"k = {k}", "expk")] = Exponential(k)
@@ -179,7 +166,7 @@ def methods(total: int) -> dict[Curve, WindowRule]:
 
 
 def turns() -> dict[Curve, WindowRule]:
-    """Both kinds of turns, at equal memory."""
+    """Return averages with both kinds of turns, at equal memory."""
     return {
         Curve(f"c = {c}", f"{kind} {accumulators}"): AnytimeWindow(c, accumulators, turns=kind)
         for c in (0.25, 0.5)
@@ -193,28 +180,23 @@ def measure(
     rules: Mapping[Curve, WindowRule],
     advance: Callable[[int], Any] = lambda _: None,
 ) -> dict[Curve, Reals]:
-    """The excess error of every average at every step of every run, all on the same iterates.
+    """Return the excess error of every average at every step of every run, on the same iterates.
 
     `advance` is called with the number of batches done since its last call.
     """
     regression = Regression(problem)
     averages = {curve: TailAverage(rule) for curve, rule in rules.items()}
-    errors: dict[Curve, Reals] = {
-        curve: np.empty((problem.batches, problem.runs)) for curve in rules
-    }
-    done = 0
+    errors: dict[Curve, list[Reals]] = {curve: [] for curve in rules}
     with np.errstate(over="ignore", invalid="ignore"):
         for iterates in regression.iterates():
             if not np.isfinite(regression.excess(iterates[-1])).all():
                 raise DivergedError(
                     f"step {problem.used_step:g} is too large: the iterates diverge"
                 )
-            now = slice(done, done + len(iterates))
             for curve, average in averages.items():
-                errors[curve][now] = regression.excess(average.scan(iterates))
-            done = now.stop
+                errors[curve].append(regression.excess(average.scan(iterates)))
             advance(len(iterates))
-    return errors
+    return {curve: np.concatenate(chunks) for curve, chunks in errors.items()}
 
 
 @dataclass(frozen=True)

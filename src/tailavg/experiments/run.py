@@ -24,8 +24,6 @@ from tailavg.experiments.regression import (
     turns,
 )
 
-__all__ = ["Plan", "Result", "run"]
-
 THREADS = min(8, os.cpu_count() or 1)
 """NumPy releases the interpreter's lock while it computes."""
 
@@ -101,9 +99,6 @@ def run(
     by_seeds, by_steps, silent = map(unless_stopped, (seeds_advance, steps_advance, lambda _: None))
     rules = methods(problem.batches)
 
-    def own() -> Errors:
-        return measure(problem, rules | turns(), by_seeds)
-
     def of_seed(seed: int) -> Means:
         return _means(measure(replace(problem, seed=seed), rules, by_seeds))
 
@@ -117,22 +112,22 @@ def run(
 
     with ThreadPoolExecutor(THREADS) as pool:
         try:
-            main = pool.submit(own)
+            main = pool.submit(measure, problem, rules | turns(), by_seeds)
             tails = pool.submit(measure_tails, problem, silent)
             noise = pool.submit(variances, problem.seed, problem.batches, advance=silent)
             others = range(problem.seed + 1, problem.seed + plan.seeds)
             seeds = [pool.submit(of_seed, seed) for seed in others]
             steps = {step: pool.submit(at_step, step) for step in plan.other_steps}
             errors = main.result()
-            own_means = {curve: errors[curve].mean(axis=1) for curve in rules}
-            own_outcomes = [claim.judge(problem, own_means) for claim in CLAIMS]
-            found = {step: future.result() for step, future in steps.items()}
+            own = _means({curve: errors[curve] for curve in rules})
+            by_step = {step: future.result() for step, future in steps.items()}
+            by_step[problem.used_step] = [claim.judge(problem, own) for claim in CLAIMS]
             return Result(
                 plan,
                 errors,
                 tails.result(),
-                [own_means, *(future.result() for future in seeds)],
-                dict(sorted({**found, problem.used_step: own_outcomes}.items())),
+                [own, *(future.result() for future in seeds)],
+                dict(sorted(by_step.items())),
                 noise.result(),
             )
         finally:

@@ -1,0 +1,90 @@
+"""Read a pipe or a file in blocks of the complete lines that have arrived."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from collections.abc import Iterator
+
+from tailavg.cli import signals
+from tailavg.cli.common import fail
+
+BLOCK = 1 << 20  # the most bytes to read before answering
+
+
+class Blocks:
+    """The input in blocks of complete lines, until it ends or a signal arrives.
+
+    A block is what has arrived. A signal takes effect between blocks. With a `pause`, iteration
+    yields an empty block whenever nothing has arrived for that many seconds.
+    """
+
+    def __init__(self, file: str, pause: float | None = None) -> None:
+        self.name = "standard input" if file == "-" else file
+        self._pause = pause
+        self._opened = file != "-"
+        try:
+            self._input = os.open(file, os.O_RDONLY) if self._opened else 0
+            os.fstat(self._input)  # a closed standard input, whose number the next file would get
+        except OSError as error:
+            fail(f"{self.name}: {error.strerror}")
+        if os.name == "posix":
+            self._wake, self._waker = os.pipe()
+            os.set_blocking(self._waker, False)
+            signal.set_wakeup_fd(self._waker)
+
+    def __iter__(self) -> Iterator[bytes]:
+        """Yield the blocks. A last line without a line end gets one, unless a signal cut it off."""
+        unfinished: list[bytes] = []
+        while (chunk := self._read()) != b"":
+            if chunk is None:
+                yield b""
+                continue
+            lines, end, tail = chunk.rpartition(b"\n")
+            if end:
+                yield b"".join([*unfinished, lines, end])
+                unfinished = []
+            unfinished.append(tail)
+        last = b"".join(unfinished)
+        if last and signals.arrived() is None:
+            yield last + b"\n"
+
+    def close(self) -> None:
+        """Close what was opened."""
+        if self._opened:
+            os.close(self._input)
+        if os.name == "posix":
+            signal.set_wakeup_fd(-1)
+            os.close(self._wake)
+            os.close(self._waker)
+
+    def _read(self) -> bytes | None:
+        """Return what has arrived: nothing at the end of the input, None after a pause."""
+        chunks: list[bytes] = []
+        size = 0
+        try:
+            while size < BLOCK and (ready := self._ready(0 if chunks else self._pause)):
+                chunk = os.read(self._input, BLOCK - size)
+                if not chunk:
+                    break
+                chunks.append(chunk)
+                size += len(chunk)
+            if not chunks and not ready and signals.arrived() is None:
+                return None
+        except OSError as error:
+            if not chunks:  # otherwise the next read will fail again
+                error.filename = self.name
+                raise
+        return b"".join(chunks)
+
+    def _ready(self, timeout: float | None) -> bool:
+        """Return whether something can be read before the timeout, and no signal has arrived."""
+        if os.name != "posix":  # where select cannot wait for a pipe
+            return timeout != 0
+        while signals.arrived() is None:
+            ready, _, _ = select.select([self._input, self._wake], [], [], timeout)
+            if self._wake not in ready:
+                return bool(ready)
+            os.read(self._wake, BLOCK)
+        return False
