@@ -74,7 +74,8 @@ class Accumulators(Store):
         wide_first = sorted(members, key=lambda kind: -kind[1].itemsize)  # aligned in files
         self._offload = offload
         self.storage = _storage(offload, self.device)
-        self._groups = [_Group(*kind, members[kind]) for kind in wide_first]
+        as_in_memory = isinstance(self.storage, MemoryStorage)  # files have the usual order of axes
+        self._groups = [_Group(*kind, members[kind], as_in_memory) for kind in wide_first]
         layouts = [group.layout for group in self._groups]
         self._blocks: list[Block] = [
             self.storage.new_block(layouts) for _ in range(rule.accumulators)
@@ -273,7 +274,7 @@ class Accumulators(Store):
             for block, mean in zip(new, means, strict=True):
                 for i, group in enumerate(self._groups):
                     for name, where in group.layout.slices.items():
-                        block.store(i, where.start, mean[name].reshape(-1))
+                        block.store(i, where.start, where.ordered(mean[name]).reshape(-1))
         self._blocks = [*blocks[number:], *new]
         for block in blocks:
             if block not in new:
@@ -310,7 +311,11 @@ class _Group:
     """The tensors whose accumulators share a dtype and a device: their layout and their sum."""
 
     def __init__(
-        self, device: torch.device, dtype: torch.dtype, tensors: Mapping[str, Tensor]
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        tensors: Mapping[str, Tensor],
+        as_in_memory: bool,
     ) -> None:
         large = [name for name, tensor in tensors.items() if tensor.numel() > _SMALL]
         # first those that leave the next one on a cache line
@@ -328,7 +333,11 @@ class _Group:
         slices: dict[str, Slice] = {}
         size = 0
         for name in (name for run in self._runs for name in run):
-            slices[name] = Slice(size, size := size + tensors[name].numel(), tensors[name].shape)
+            tensor = tensors[name]
+            axes = list(range(tensor.dim()))
+            if as_in_memory:  # such as channels_last
+                axes.sort(key=tensor.stride().__getitem__, reverse=True)
+            slices[name] = Slice(size, size := size + tensor.numel(), tensor.shape, axes)
         self.layout = Layout(size, dtype, device, slices)
         pinned = device.type == "cpu" and any(t.device.type != "cpu" for t in tensors.values())
         self.sum = torch.zeros(size, dtype=dtype, device=device, pin_memory=pinned)
@@ -348,14 +357,14 @@ class _Group:
         self._buffered: list[tuple[Tensor, Tensor, Tensor]] = []
         """On another device, or of 8 bits, copied to the buffer first: part, buffer, tensor."""
         for run in self._runs:
-            members = [tensors[name].detach() for name in run]
+            members = [self._ordered(name, tensors[name].detach()) for name in run]
             if len(run) > 1 and self.sum.device.type == "cpu" and all(map(self._fits, members)):
                 part = self.sum[self._span(run)]
                 flat = [tensor.view(-1) for tensor in members]
                 self._gathered.append((part, self._buffer[: len(part)], flat))
                 continue
             for name, tensor in zip(run, members, strict=True):
-                part = self.layout.slices[name].of(self.sum)
+                part = self._ordered(name, self.layout.slices[name].of(self.sum))
                 if tensor.device == part.device and tensor.itemsize > 1:
                     parts, added = self._added.setdefault(tensor.dtype, ([], []))
                     parts.append(part)
@@ -367,6 +376,10 @@ class _Group:
                     for low, high in _chunks(len(part)):
                         buffer = self._buffer[: high - low]
                         self._buffered.append((part[low:high], buffer, tensor[low:high]))
+
+    def _ordered(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a tensor with its axes in the order of the sum."""
+        return self.layout.slices[name].ordered(tensor)
 
     def _fits(self, tensor: Tensor) -> bool:
         """Whether the sum has the dtype, the device and the order of elements of a tensor."""
@@ -402,8 +415,9 @@ class _Group:
             values = _average(summands, span, self._buffer[: span.stop - span.start])
             parts = values.split(sizes)  # type: ignore[no-untyped-call]
             for name, part in zip(run, parts, strict=True):
-                target = into[name]
-                target.copy_(_unless_rounded(part.view(target.shape), frozen.get(name)))
+                target, present = self._ordered(name, into[name]), frozen.get(name)
+                present = None if present is None else self._ordered(name, present)
+                target.copy_(_unless_rounded(part.view(target.shape), present))
 
     def _write_one(
         self,
@@ -413,7 +427,9 @@ class _Group:
         present: Tensor | None,
     ) -> None:
         """Write the average into one tensor in chunks, directly if possible."""
-        start, stop, shape = self.layout.slices[name]
+        start, stop, *_ = self.layout.slices[name]
+        target = self._ordered(name, target)
+        present = None if present is None else self._ordered(name, present)
         contiguous = target.is_contiguous()
         flat = target.view(-1) if contiguous else target.new_empty(stop - start)
         direct = present is None and self._fits(target)
@@ -424,7 +440,7 @@ class _Group:
                 here = None if present is None else present.reshape(-1)[low:high]
                 flat[low:high] = _unless_rounded(values, here)
         if not contiguous:
-            target.copy_(flat.view(shape))
+            target.copy_(flat.view(target.shape))
 
 
 def _average(summands: Sequence[tuple[float, Tensor]], span: slice, out: Tensor) -> Tensor:

@@ -140,7 +140,7 @@ class FileBlock:
             dtype = dtype_name(layout.dtype)
             if dtype not in NAMES:
                 raise TypeError(f"offload: safetensors does not support accumulators of {dtype}")
-            for name, (start, stop, shape) in layout.slices.items():
+            for name, (start, stop, shape, _) in layout.slices.items():
                 size = (stop - start) * layout.dtype.itemsize
                 entries.append(Entry(name, NAMES[dtype], shape, size))
         self._header = header(entries, unit=mmap.PAGESIZE)

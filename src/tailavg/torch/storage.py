@@ -24,15 +24,21 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 class Slice(NamedTuple):
-    """Where a tensor lies in a flat tensor."""
+    """Where a tensor lies in a flat tensor, with its axes in this order, the slowest first."""
 
     start: int
     stop: int
     shape: torch.Size
+    axes: list[int]
+
+    def ordered(self, tensor: Tensor) -> Tensor:
+        """Return the tensor with its axes in the order of the flat tensor."""
+        return tensor.permute(self.axes)
 
     def of(self, flat: Tensor) -> Tensor:
         """Return the tensor at this slice of a flat tensor."""
-        return flat[self.start : self.stop].view(self.shape)
+        values = flat[self.start : self.stop].view([self.shape[axis] for axis in self.axes])
+        return values.permute([self.axes.index(axis) for axis in range(len(self.axes))])
 
 
 class Layout(NamedTuple):
