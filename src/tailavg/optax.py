@@ -7,7 +7,6 @@ averaged_params(opt_state, params)                  # for evaluation
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -19,14 +18,14 @@ with needs("optax"):
     import jax
     import jax.numpy as jnp
     import optax
-    from jax import Array, lax
+    from jax import Array
 
 from tailavg.core.decay import Reading
 from tailavg.core.rules import Rule
 from tailavg.core.windows import AnyWindow
 from tailavg.jax import TreeState
 from tailavg.jax import tail_average as tree_average
-from tailavg.jax.reads import Weights, averages, each_weights, weights_of
+from tailavg.jax.reads import Weights, averages, evaluate_each, weights_of
 from tailavg.jax.trees import BUNDLE
 
 _WRAPPERS = (optax.MaskedState, optax.transforms.PartitionState)
@@ -134,7 +133,7 @@ def averaged_params(
         ValueError: If the state has no tail, a misplaced one, or two of the same parameter.
     """
     states, params = _tails_and_params(opt_state, params)
-    return _assembled(states, [weights_of(state, window) for state in states], params)
+    return _assembled(states, params, [weights_of(state, window) for state in states])
 
 
 def evaluate_tails(
@@ -174,19 +173,7 @@ def evaluate_tails(
         Array([256.,   4., 499.], dtype=float32)
     """
     states, params = _tails_and_params(opt_state, params)
-    weights = [each_weights(state, windows) for state in states]
-    return _evaluated(function, states, weights, params, args)
-
-
-@functools.partial(jax.jit, static_argnames="function")
-def _evaluated(
-    function: Callable[..., Any],
-    states: list[TreeState],
-    weights: list[Weights],
-    params: Any,
-    args: Any,
-) -> Any:
-    return lax.map(lambda rows: function(_assembled(states, rows, params), *args), weights)
+    return evaluate_each(_assembled, function, states, windows, params, args)
 
 
 def _tails_and_params(opt_state: Any, params: Any) -> tuple[list[TreeState], Any]:
@@ -223,7 +210,7 @@ def _is_vector(tree: Any) -> bool:
     return jax.tree_util.all_leaves([tree]) and jnp.ndim(tree) == 1
 
 
-def _assembled(states: list[TreeState], weights: list[Weights], params: Any) -> Any:
+def _assembled(states: list[TreeState], params: Any, weights: list[Weights]) -> Any:
     """Return the averages of all states, with these weights, in one tree."""
     averaged: Any = optax.MaskedNode()
     for state, state_weights in zip(states, weights, strict=True):

@@ -12,22 +12,15 @@ import numpy as np
 from jax import Array, lax
 
 from tailavg.core.decay import Decay, Reading
-from tailavg.core.windows import TIE, as_window
-from tailavg.jax.clock import (
-    TracedBlocks,
-    TracedDecay,
-    TracedTails,
-    traced_decay,
-    traced_size,
-    traced_window,
-)
+from tailavg.core.windows import TIE, Window, as_window
+from tailavg.jax.clock import TracedBlocks, TracedDecay, TracedTails, array_size, traced_window
 from tailavg.jax.folds import combined, cut, on_device, starts_of, weighted
 from tailavg.jax.states import Like, Tree, TreeState, aligned, overflowed, split_leaves
 
 __all__ = [
     "Weights",
     "averages",
-    "each_weights",
+    "evaluate_each",
     "evaluate_tails",
     "size_read",
     "value",
@@ -101,39 +94,54 @@ def evaluate_tails(
         >>> evaluate_tails(distance, state, [0.25, 0.5, 1.0], 700.2).round()
         Array([177.,  51., 201.], dtype=float32)
     """
-    return _evaluated(function, state, each_weights(state, windows), args, like)
+    return evaluate_each(_only_average, function, [state], windows, like, args)
 
 
-def each_weights(state: TreeState, windows: Sequence[Reading] | Array) -> Weights:
-    """Return the weights of several windows, stacked."""
-    stacked: Weights
-    if isinstance(windows, jax.Array | np.ndarray):
-        stacked = jax.vmap(lambda window: weights_of(state, window))(windows)
-    elif windows:
-        each = [weights_of(state, window) for window in windows]
-        stacked = jax.tree.map(lambda *rows: jnp.stack(rows), *each)
-    else:
-        raise ValueError("windows: expected at least one, got none")
-    return stacked
+def _only_average(states: list[TreeState], like: Tree, weights: list[Weights]) -> Tree:
+    return averages(states[0], like, weights[0])
 
 
-@functools.partial(jax.jit, static_argnames="function")
-def _evaluated(
-    function: Callable[..., Any], state: TreeState, weights: Weights, args: Any, like: Tree
+def evaluate_each(
+    assemble: Callable[[list[TreeState], Tree, list[Weights]], Tree],
+    function: Callable[..., Any],
+    states: list[TreeState],
+    windows: Sequence[Reading] | Array,
+    like: Tree,
+    args: Any,
 ) -> Any:
-    return lax.map(lambda row: function(averages(state, like, row), *args), weights)
+    """Call a function with what `assemble` makes of the averages over each window."""
+    weights = [_each_weights(state, windows) for state in states]
+    return _evaluated(assemble, function, states, weights, like, args)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _evaluated(
+    assemble: Any, function: Any, states: Any, weights: Any, like: Tree, args: Any
+) -> Any:
+    return lax.map(lambda each: function(assemble(states, like, each), *args), weights)
+
+
+def _each_weights(state: TreeState, windows: Sequence[Reading] | Array) -> Weights:
+    """Return the weights of several windows, stacked."""
+    if _is_array(windows):
+        return jax.vmap(lambda window: weights_of(state, window))(windows)
+    if not windows:
+        raise ValueError("windows: expected at least one, got none")
+    each = [weights_of(state, window) for window in windows]
+    stacked: Weights = jax.tree.map(lambda *rows: jnp.stack(rows), *each)
+    return stacked
 
 
 def weights_of(state: TreeState, window: Reading | Array | None) -> Weights:
     """Return the weights of the means and of the sum in the average."""
     reading = _reading(state, window)
-    array, static = (reading, None) if _is_array(reading) else (None, reading)
-    weights: Weights = _weights(state.clock, state.updates, state.size, array, static)
-    return weights
+    decay = reading if isinstance(reading, Decay) else None
+    return _weights(state.clock, state.updates, state.size, _size(state, reading), decay)
 
 
-def _is_array(window: Any) -> bool:
-    return isinstance(window, jax.Array | np.ndarray)
+def size_read(state: TreeState, window: Reading | Array | None) -> Array:
+    """Return k_t of the window with which the state is read."""
+    return _size(state, _reading(state, window))
 
 
 def _reading(state: TreeState, window: Any) -> Any:
@@ -141,11 +149,12 @@ def _reading(state: TreeState, window: Any) -> Any:
 
     Raise if the window is too short, where the state is known.
     """
-    known = not isinstance(state.size, jax.core.Tracer)
-    if known and np.isnan(state.size).any():
+    known = not isinstance(state.updates, jax.core.Tracer)
+    if known and np.any(overflowed(state.updates)):
         raise ValueError(
-            "state: expected one that was updated by the rule it was made with, got one that "
-            "another rule has tried to update; use the same rule, and the average goes on"
+            "state: expected one that only the rule it was made with has updated, got one that "
+            "another rule has updated inside jax.jit, or that has had too many updates; resume "
+            "from an earlier state"
         )
     if not isinstance(state.clock, TracedTails):
         if window is not None:
@@ -161,7 +170,7 @@ def _reading(state: TreeState, window: Any) -> Any:
     reading = window if isinstance(window, Decay) else as_window(window)
     if isinstance(reading, Decay) and reading.shape == "linear":
         reading = reading.window
-    if known and not isinstance(state.updates, jax.core.Tracer) and not np.ndim(state.updates):
+    if known and not np.ndim(state.updates) and not isinstance(state.size, jax.core.Tracer):
         t, least = int(state.updates), float(state.size)
         if t and reading.size(t) < least * (1 - _tie(state.size.dtype)):
             raise ValueError(
@@ -171,14 +180,8 @@ def _reading(state: TreeState, window: Any) -> Any:
     return reading
 
 
-def size_read(state: TreeState, window: Reading | None) -> Array:
-    """Return k_t of the window with which the state is read."""
-    reading = _reading(state, window)
-    if reading is None:
-        return state.size
-    k: Any = _traced_reading(state.updates, None, reading)
-    size: Array = k.size(state.updates) if isinstance(k, Decay) else k
-    return size
+def _is_array(window: Any) -> bool:
+    return isinstance(window, jax.Array | np.ndarray)
 
 
 def _tie(dtype: Any) -> float:
@@ -186,27 +189,37 @@ def _tie(dtype: Any) -> float:
     return float(TIE) if dtype == np.float64 else 1e-6
 
 
-@functools.partial(jax.jit, static_argnames="static", inline=True)
+def _size(state: TreeState, reading: Any) -> Array:
+    """Return k_t of what `_reading` returned."""
+    if reading is None:
+        return state.size
+    if _is_array(reading):
+        return _array_size(reading, state.updates)
+    return _window_size(reading.window if isinstance(reading, Decay) else reading, state.updates)
+
+
+# Jitted, since outside jax.jit each operation would be a call.
+
+
+@functools.partial(jax.jit, inline=True)
+def _array_size(window: Array, updates: Array) -> Array:
+    return array_size(window, jnp.maximum(updates, 1))
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _window_size(window: Window, updates: Array) -> Array:
+    size = traced_window(window).size(jnp.maximum(updates, 1))
+    return jnp.asarray(size, jnp.result_type(float))
+
+
+@functools.partial(jax.jit, static_argnames="decay", inline=True)
 def _weights(
-    clock: TracedBlocks | TracedDecay, updates: Array, size: Array, array: Any, static: Any
+    clock: TracedBlocks | TracedDecay, updates: Array, size: Array, k: Array, decay: Decay | None
 ) -> Weights:
-    reading = size if array is static is None else _traced_reading(updates, array, static)
-    of_means, of_sum = clock.weights(updates, reading)
-    if isinstance(reading, Decay):
-        reading = reading.size(jnp.maximum(updates, 1))
+    of_means, of_sum = clock.weights(updates, k, decay)
     # NaN if the window is too short, after an update with another rule, or if the count overflowed
-    read = (reading >= size * (1 - _tie(size.dtype))) & ~overflowed(updates)
+    read = (k >= size * (1 - _tie(size.dtype))) & ~overflowed(updates)
     return of_means, jnp.where(read, of_sum, jnp.nan)
-
-
-def _traced_reading(updates: Array, array: Array | None, static: Any) -> Any:
-    """Return the size at this step of the window with which an `AnyTail` is read, or the decay."""
-    t = jnp.maximum(updates, 1)
-    if array is not None:
-        return traced_size(array, t)
-    if isinstance(static, Decay):
-        return traced_decay(static)
-    return jnp.asarray(traced_window(static).size(t), jnp.result_type(float))
 
 
 @functools.partial(jax.jit, inline=True)

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -30,11 +30,10 @@ from tailavg.core.profile import Profile, dense_weights, profile
 from tailavg.core.rules import Rule, as_rule
 from tailavg.core.windows import AnyWindow, Reals, positive_int
 from tailavg.io import state as layout
-from tailavg.jax.clock import TracedRule, first_clock, restored, size_at, traced
+from tailavg.jax.clock import TracedRule, first_clock, restored, serves, size_at
 from tailavg.jax.folds import Accumulators, Bundle, concatenated, fold_if_due, on_host, times
 from tailavg.jax.reads import size_read, value
 from tailavg.jax.states import (
-    Like,
     Tree,
     TreeState,
     aligned,
@@ -116,27 +115,23 @@ class TreeAverage:
         with the number of leaves, and faster with the number of those larger than `bundle`.
         """
         known = not isinstance(state.rule, jax.core.Tracer)
-        if not state.clock.serves(self.rule) or (known and int(state.rule) != _checksum(self.rule)):
+        if not serves(state.clock, self.rule) or (
+            known and int(state.rule) != _checksum(self.rule)
+        ):
             raise ValueError(
                 f"state: expected one of {self.rule}, got a {type(state.clock).__name__} of "
                 "another rule or number of accumulators; use the average whose init made it"
             )
         updated: TreeState = self._update(state, tree)
-        # the next call reads the checksum, and must not wait for the update
-        if known and not isinstance(updated.updates, jax.core.Tracer):  # traced in a condition
-            sharding = updated.updates.sharding
-            updated = updated._replace(rule=jax.device_put(_checksum(self.rule), sharding))
-        return updated
+        # not an output of the update, for which the check of the next call would have to wait
+        return updated._replace(rule=jnp.copy(state.rule))
 
     # jitted, since outside jax.jit each call would compile the conditionals
     @functools.partial(jax.jit, static_argnames="self", inline=True)
     def _update(self, state: TreeState, tree: Tree) -> TreeState:
         leaves, sums, means, structure = aligned(tree, state)
         clock: Any = state.clock
-        rule = traced(self.rule)
-        ours = state.rule == _checksum(self.rule)
-        step, clock = clock.step(rule, state.updates)
-        step = step._replace(folds=step.folds & ours, carries=step.carries & ours)
+        step, clock = clock.step(self.rule, state.updates)
         large, small = split_leaves(sums, means)
         kept = fold_if_due(
             step,
@@ -148,41 +143,27 @@ class TreeAverage:
             ),
         )
         new = list(leaves)  # leaves that are not averaged pass through
-        factor = jnp.where(ours, step.factor, 0.0)
         totals = [*zip(large, kept.sums, strict=True)]
         for name, group in small.items():
             totals += zip(group, kept.small[name], strict=True)
         for i, total in totals:
-            new[i] = lax.add(total, times(factor, _widened(leaves[i], total)))
+            new[i] = lax.add(total, times(step.factor, _widened(leaves[i], total)))
         for i, mean in zip(large, kept.means, strict=True):
             means[i] = mean
-        updates = jnp.where(overflowed(state.updates) | ~ours, state.updates, state.updates + 1)
-        size = jnp.asarray(size_at(rule, updates), state.size.dtype)
+        # after an update with another rule the count stays at its last number: the value is NaN
+        counts = ~overflowed(state.updates) & (state.rule == _checksum(self.rule))
+        updates = jnp.where(counts, state.updates + 1, np.iinfo(state.updates.dtype).max)
         return TreeState(
             updates=updates,
-            size=jnp.where(ours, size, jnp.nan),
+            size=jnp.asarray(size_at(self.rule, updates), state.size.dtype),
             rule=state.rule,
-            clock=jax.tree.map(
-                lambda new, old: jnp.where(ours, new.astype(old.dtype), old), clock, state.clock
-            ),
+            clock=jax.tree.map(lambda new, old: new.astype(old.dtype), clock, state.clock),
             sums=structure.unflatten(new),
             means=structure.unflatten(means),
             bundles=kept.bundles,
         )
 
-    @overload
-    def value(
-        self, state: TreeState, like: None = None, window: Reading | Array | None = None
-    ) -> Tree: ...
-    @overload
-    def value(
-        self, state: TreeState, like: Like, window: Reading | Array | None = None
-    ) -> Like: ...
-    def value(
-        self, state: TreeState, like: Tree = None, window: Reading | Array | None = None
-    ) -> Tree:
-        """Return the average, as a new tree. See `value`."""
-        return value(state, like, window)
+    value = staticmethod(value)
 
     def count(self, state: TreeState) -> Array:
         """Return the number of updates so far, t."""
