@@ -26,6 +26,7 @@ from tailavg.core.windows import AnyWindow
 from tailavg.jax import TreeState
 from tailavg.jax import tail_average as tree_average
 from tailavg.jax.reads import Weights, averages, evaluate_each, weights_of
+from tailavg.jax.states import TreeReading
 from tailavg.jax.trees import BUNDLE
 
 _WRAPPERS = (optax.MaskedState, optax.transforms.PartitionState)
@@ -109,15 +110,13 @@ def with_tail_average(
 
 @overload
 def averaged_params(
-    opt_state: Any, params: None = None, window: Reading | Array | None = None
+    opt_state: Any, params: None = None, window: TreeReading | None = None
 ) -> Any: ...
 @overload
 def averaged_params(
-    opt_state: Any, params: Params, window: Reading | Array | None = None
+    opt_state: Any, params: Params, window: TreeReading | None = None
 ) -> Params: ...
-def averaged_params(
-    opt_state: Any, params: Any = None, window: Reading | Array | None = None
-) -> Any:
+def averaged_params(opt_state: Any, params: Any = None, window: TreeReading | None = None) -> Any:
     """Find the averaged parameters anywhere in the state of an optimizer; may be jitted.
 
     Tails of different parameters, as under `optax.multi_transform`, are merged into one tree.

@@ -199,11 +199,6 @@ class TracedBlocks(NamedTuple):
     places: Array
     """The place of the mean of each block."""
 
-    @property
-    def accumulators(self) -> int:
-        """The number of means."""
-        return len(self.starts)
-
     def step(self, rule: AnytimeWindow | AnyTail, t: Array) -> tuple[Step, TracedBlocks]:
         """Return what to do with the sample after step t, and the clock after that sample."""
         starts, places = self.starts, self.places
@@ -296,8 +291,6 @@ class TracedDecay(NamedTuple):
     decayed: Array
     """The logarithm of G at the last of them."""
 
-    accumulators = 1
-
     def step(self, rule: Exponential, t: Array) -> tuple[Step, TracedDecay]:
         """Return what to do with the sample after step t, and the clock after that sample."""
         weight = jnp.asarray(Exponential(traced_window(rule.window)).weight(t + 1))
@@ -324,7 +317,7 @@ class TracedDecay(NamedTuple):
         )
         return step, clock
 
-    def weights(self, t: Array, k: Array, decay: None = None) -> tuple[Array, Array]:
+    def weights(self, t: Array, k: Array, decay: Decay | None = None) -> tuple[Array, Array]:
         """Return the weights of the mean and of the sum."""
         return (1.0 - self.share)[None], self.share / self.total
 
@@ -338,12 +331,17 @@ class TracedDecay(NamedTuple):
         return ([0], [0]) if t else ([], [])
 
 
-_CLOCKS = {AnytimeWindow: TracedBlocks, AnyTail: TracedTails, Exponential: TracedDecay}
+_CLOCKS: dict[Any, Any] = {
+    AnytimeWindow: TracedBlocks,
+    AnyTail: TracedTails,
+    Exponential: TracedDecay,
+}
 
 
 def serves(clock: TracedBlocks | TracedDecay, rule: TracedRule) -> bool:
     """Return whether this is a clock of such a rule, with as many accumulators."""
-    return type(clock) is _CLOCKS[type(rule)] and clock.accumulators == rule.accumulators
+    means = len(clock.starts) if isinstance(clock, TracedBlocks) else 1
+    return type(clock) is _CLOCKS[type(rule)] and means == rule.accumulators
 
 
 def first_clock(rule: TracedRule) -> TracedBlocks | TracedDecay:
@@ -353,8 +351,9 @@ def first_clock(rule: TracedRule) -> TracedBlocks | TracedDecay:
     if isinstance(rule, Exponential):
         one = jnp.ones((), jnp.result_type(float))
         return TracedDecay(folded, share=one, total=jnp.copy(one), decayed=jnp.zeros_like(one))
-    starts = jnp.zeros(rule.accumulators, integer)
-    return _CLOCKS[type(rule)](folded, starts, jnp.arange(rule.accumulators, dtype=integer))
+    kind = TracedTails if isinstance(rule, AnyTail) else TracedBlocks
+    places = jnp.arange(rule.accumulators, dtype=integer)
+    return kind(folded, starts=jnp.zeros_like(places), places=places)
 
 
 def restored(clock: core.Clock) -> dict[str, Any]:

@@ -15,7 +15,15 @@ from tailavg.core.decay import Decay, Reading
 from tailavg.core.windows import TIE, Window, as_window
 from tailavg.jax.clock import TracedBlocks, TracedDecay, TracedTails, array_size, traced_window
 from tailavg.jax.folds import combined, cut, on_device, starts_of, weighted
-from tailavg.jax.states import Like, Tree, TreeState, aligned, overflowed, split_leaves
+from tailavg.jax.states import (
+    Like,
+    Tree,
+    TreeReading,
+    TreeState,
+    aligned,
+    overflowed,
+    split_leaves,
+)
 
 __all__ = [
     "Weights",
@@ -32,10 +40,10 @@ Weights = tuple[Array, Array]
 
 
 @overload
-def value(state: TreeState, like: None = None, window: Reading | Array | None = None) -> Tree: ...
+def value(state: TreeState, like: None = None, window: TreeReading | None = None) -> Tree: ...
 @overload
-def value(state: TreeState, like: Like, window: Reading | Array | None = None) -> Like: ...
-def value(state: TreeState, like: Tree = None, window: Reading | Array | None = None) -> Tree:
+def value(state: TreeState, like: Like, window: TreeReading | None = None) -> Like: ...
+def value(state: TreeState, like: Tree = None, window: TreeReading | None = None) -> Tree:
     """Return the average, as a new tree; before the first update, the tree given to `init`.
 
     Args:
@@ -132,14 +140,16 @@ def _each_weights(state: TreeState, windows: Sequence[Reading] | Array) -> Weigh
     return stacked
 
 
-def weights_of(state: TreeState, window: Reading | Array | None) -> Weights:
+def weights_of(state: TreeState, window: TreeReading | None) -> Weights:
     """Return the weights of the means and of the sum in the average."""
     reading = _reading(state, window)
     decay = reading if isinstance(reading, Decay) else None
-    return _weights(state.clock, state.updates, state.size, _size(state, reading), decay)
+    k = _size(state, reading)
+    weights: Weights = _weights(state.clock, state.updates, state.size, k, decay)
+    return weights
 
 
-def size_read(state: TreeState, window: Reading | Array | None) -> Array:
+def size_read(state: TreeState, window: TreeReading | None) -> Array:
     """Return k_t of the window with which the state is read."""
     return _size(state, _reading(state, window))
 
@@ -193,23 +203,22 @@ def _size(state: TreeState, reading: Any) -> Array:
     """Return k_t of what `_reading` returned."""
     if reading is None:
         return state.size
-    if _is_array(reading):
-        return _array_size(reading, state.updates)
-    return _window_size(reading.window if isinstance(reading, Decay) else reading, state.updates)
+    if isinstance(reading, Decay):
+        reading = reading.window
+    array, static = (reading, None) if _is_array(reading) else (None, reading)
+    size: Array = _window_size(array, static, state.updates)
+    return size
 
 
-# Jitted, since outside jax.jit each operation would be a call.
+# These two are jitted, since outside jax.jit each operation would be a call.
 
 
-@functools.partial(jax.jit, inline=True)
-def _array_size(window: Array, updates: Array) -> Array:
-    return array_size(window, jnp.maximum(updates, 1))
-
-
-@functools.partial(jax.jit, static_argnums=0, inline=True)
-def _window_size(window: Window, updates: Array) -> Array:
-    size = traced_window(window).size(jnp.maximum(updates, 1))
-    return jnp.asarray(size, jnp.result_type(float))
+@functools.partial(jax.jit, static_argnames="static", inline=True)
+def _window_size(array: Array | None, static: Window | None, updates: Array) -> Array:
+    t = jnp.maximum(updates, 1)
+    if static is None:
+        return array_size(array, t)
+    return jnp.asarray(traced_window(static).size(t), jnp.result_type(float))
 
 
 @functools.partial(jax.jit, static_argnames="decay", inline=True)

@@ -10,12 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from tailavg.core.decay import Reading
 from tailavg.jax.clock import TracedBlocks, TracedDecay
 from tailavg.jax.folds import Bundle
 
 __all__ = [
     "Like",
     "Tree",
+    "TreeReading",
     "TreeState",
     "aligned",
     "is_averaged",
@@ -26,6 +28,8 @@ __all__ = [
 
 Tree: TypeAlias = Any
 Like = TypeVar("Like")  # a tree of the same kind
+TreeReading = Reading | Array
+"""What an `AnyTail` may be read with; an array may be traced."""
 
 
 class TreeState(NamedTuple):

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,9 @@ from tailavg.jax.clock import TracedRule, first_clock, restored, serves, size_at
 from tailavg.jax.folds import Accumulators, Bundle, concatenated, fold_if_due, on_host, times
 from tailavg.jax.reads import size_read, value
 from tailavg.jax.states import (
+    Like,
     Tree,
+    TreeReading,
     TreeState,
     aligned,
     is_averaged,
@@ -73,7 +75,7 @@ class TreeAverage:
         clock = first_clock(self.rule)
         leaves, structure = jax.tree.flatten(tree)
         sums = [self._accumulator(leaf) for leaf in leaves]
-        means = [self._stacked(x) if self._has_own_means(x) else None for x in sums]
+        means = [self._means(x) if self._has_own_means(x) else None for x in sums]
         _, small = split_leaves(sums, means)
         return TreeState(
             updates=jnp.zeros_like(clock.folded),
@@ -97,13 +99,17 @@ class TreeAverage:
     def _has_own_means(self, leaf: Array) -> bool:
         return is_averaged(leaf) and not 0 < self.bundle >= leaf.size
 
-    def _bundle(self, leaves: list[Array]) -> Bundle:
-        row = _gathered(concatenated(leaves), leaves[0])
-        return Bundle(self._stacked(row), self._placed(jnp.copy(row)))
-
-    def _stacked(self, leaf: Array) -> Array:
+    def _means(self, leaf: Array) -> Array:
         """Return placeholder means, broadcast from the leaf so that they inherit its sharding."""
         return self._placed(jnp.broadcast_to(leaf, (self.rule.accumulators, *leaf.shape)))
+
+    def _bundle(self, leaves: list[Array]) -> Bundle:
+        """Return the placeholder means of small leaves, replicated on all of their devices."""
+        row, sharding = concatenated(leaves), leaves[0].sharding
+        if isinstance(sharding, NamedSharding) and not isinstance(row, jax.core.Tracer):
+            everywhere = PartitionSpec()  # type: ignore[no-untyped-call]
+            row = jax.device_put(row, NamedSharding(sharding.mesh, everywhere))
+        return Bundle(self._means(row), self._placed(jnp.copy(row)))
 
     def _placed(self, array: Array) -> Array:
         return on_host(array) if self.offload else array
@@ -163,7 +169,15 @@ class TreeAverage:
             bundles=kept.bundles,
         )
 
-    value = staticmethod(value)
+    @overload
+    def value(
+        self, state: TreeState, like: None = None, window: TreeReading | None = None
+    ) -> Tree: ...
+    @overload
+    def value(self, state: TreeState, like: Like, window: TreeReading | None = None) -> Like: ...
+    def value(self, state: TreeState, like: Tree = None, window: TreeReading | None = None) -> Tree:
+        """Return the average, as a new tree. See `value`."""
+        return value(state, like, window)
 
     def count(self, state: TreeState) -> Array:
         """Return the number of updates so far, t."""
@@ -297,24 +311,23 @@ class TreeAverage:
             placed: Array = jax.device_put(made, like.sharding) if like.committed else made
             return placed
 
+        def stack(group: list[int], like: Array) -> Array:
+            rows = [np.concatenate([block[names[i]].ravel() for i in group]) for block in blocks]
+            return put(np.reshape(rows, like.shape), like)
+
         fields = {name: put(x, getattr(state.clock, name)) for name, x in restored(clock).items()}
         _, sums, means, structure = aligned(state.sums, state)
         names = list(_named(state.sums))
+        large, small = split_leaves(sums, means)
         bundles = {
-            name: Bundle(
-                put(
-                    [np.concatenate([block[names[i]].ravel() for i in group]) for block in blocks],
-                    state.bundles[name].means,
-                ),
-                put(np.zeros(state.bundles[name].errors.shape), state.bundles[name].errors),
-            )
-            for name, group in split_leaves(sums, means)[1].items()
+            dtype: Bundle(stack(group, like.means), put(np.zeros(like.errors.shape), like.errors))
+            for (dtype, group), like in zip(small.items(), state.bundles.values(), strict=True)
         }
+        for i in large:
+            means[i] = stack([i], means[i])
         for i, name in enumerate(names):
-            if is_averaged(sums[i]):
+            if name in partial:
                 sums[i] = put(partial[name], sums[i])
-            if means[i] is not None:
-                means[i] = put([block[name] for block in blocks], means[i])
         return state._replace(
             updates=put(count, state.updates),
             size=put(size_at(self.rule, count), state.size),
@@ -374,15 +387,6 @@ def _cut(rows: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
     *ends, _ = accumulate(map(math.prod, shapes))
     pieces = np.split(rows, ends, axis=-1)
     return [x.reshape((*x.shape[:-1], *shape)) for x, shape in zip(pieces, shapes, strict=True)]
-
-
-def _gathered(array: Array, like: Array) -> Array:
-    """Replicate an array on all devices of `like`, outside `jax.jit`, where those are known."""
-    if isinstance(array, jax.core.Tracer) or not isinstance(like.sharding, NamedSharding):
-        return array
-    everywhere = NamedSharding(like.sharding.mesh, PartitionSpec())  # type: ignore[no-untyped-call]
-    replicated: Array = jax.device_put(array, everywhere)
-    return replicated
 
 
 @functools.lru_cache
