@@ -107,7 +107,6 @@ class TailAverage(keras.callbacks.Callback):  # type: ignore[misc]
         self._variables: list[Any] = []
         self._seen = 0  # the optimizer's iterations at the last sample, or at the start
         self._begun = False  # whether this fit has come to its first epoch
-        self._testing = False
         self._aside: list[Any] | None = None  # the training weights, while the averages are in
         self._kept: list[Path] = []  # the states of this run on disk
 
@@ -166,7 +165,7 @@ class TailAverage(keras.callbacks.Callback):  # type: ignore[misc]
         _unguard(model)
         for name in _GUARDED:
             setattr(model, name, self._guarded(getattr(model, name)))
-        self._begun = self._testing = False
+        self._begun = False
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Begin or resume, now that `BackupAndRestore` has loaded its backup. Swap back."""
@@ -184,13 +183,12 @@ class TailAverage(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         """Swap the averages in, if there are any."""
-        if self._begun and self._aside is None:
-            self._testing = self._swap_in()
+        if self._begun:
+            self._swap_in()
 
     def on_test_end(self, logs: Mapping[str, Any] | None = None) -> None:
         """Swap back."""
-        if self._testing:
-            self._testing = False
+        if self._begun:
             self.restore()
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
@@ -254,9 +252,8 @@ class TailAverage(keras.callbacks.Callback):  # type: ignore[misc]
         shutil.rmtree(folder, ignore_errors=True)  # of another run, or of one that was killed
         with whole_folder(folder) as inside:
             layout.write_folder(inside / _AVERAGE, self._average.state())
-            weights = zip(self._held(), self._variables, strict=True)
-            wide = [array.astype(_wide_dtype(variable)) for array, variable in weights]
-            write_arrays(inside / _WEIGHTS, {str(i): array for i, array in enumerate(wide)})
+            weights = [array.astype(_wide_dtype(array)) for array in self._held()]
+            write_arrays(inside / _WEIGHTS, {str(i): array for i, array in enumerate(weights)})
         self._kept = [*self._kept[-1:], folder]
         for other in _saved(path).values():
             if other not in self._kept:
@@ -270,24 +267,22 @@ class TailAverage(keras.callbacks.Callback):  # type: ignore[misc]
             try:
                 return call(*args, **options)
             except BaseException:
-                self._testing = False
                 self.restore()
                 raise
 
         guarded.guard = self  # type: ignore[attr-defined]
         return guarded
 
-    def _swap_in(self) -> bool:
-        """Put the averages into the model, and keep its weights. Return False if there are none."""
+    def _swap_in(self) -> None:
+        """Put the averages into the model, if there are any, and keep the training weights."""
         if self._aside is not None or self._average is None or not self.count:
-            return False
+            return
         self._aside = self._held()
         try:
             self._assign(self._average.read(self.window))
         except BaseException:
             self.restore()
             raise
-        return True
 
     def _held(self) -> list[npt.NDArray[Any]]:
         """Return the weights in the model, in main memory."""
@@ -442,8 +437,8 @@ def _in_main_memory(array: Any) -> npt.NDArray[Any]:
     return np.array(ops.convert_to_numpy(array))  # never the memory of the array itself
 
 
-def _wide_dtype(variable: Any) -> str:
-    return "float64" if variable.dtype == "float64" else "float32"
+def _wide_dtype(array: Any) -> str:
+    return "float64" if array.dtype == "float64" else "float32"
 
 
 def _like(saved: npt.NDArray[Any], array: Any) -> Any:

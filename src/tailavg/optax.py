@@ -39,6 +39,10 @@ _CHANGERS = {
     "ScheduleFreeState",
     "SplitRealAndImaginaryState",
 }  # wrappers that change updates or parameters, from optax and optax.contrib
+_FLAT = (
+    "; inside optax.flatten the average is one flat vector: put the tail around it, with "
+    "with_tail_average(optax.flatten(tx), rule)"
+)
 
 Params = TypeVar("Params")
 
@@ -57,11 +61,7 @@ def tail_average(
     It must come last in its chain, since it cannot see what later transformations change.
     `with_tail_average` puts it last, and `averaged_params` raises if it is elsewhere.
 
-    Args:
-        rule: As for `tailavg.jax.tail_average`.
-        dtype: The dtype of the accumulators.
-        bundle: As for `tailavg.jax.tail_average`. `optax.tree_map_params` needs 0.
-        offload: As for `tailavg.jax.tail_average`.
+    For the arguments see `tailavg.jax.tail_average`; `optax.tree_map_params` needs `bundle=0`.
 
     Examples:
         >>> tx = optax.chain(optax.sgd(0.5), tail_average(2))
@@ -98,12 +98,8 @@ def with_tail_average(
 ) -> optax.GradientTransformationExtraArgs:
     """Make an optimizer average the parameters that it produces, for `averaged_params`.
 
-    Args:
-        tx: The complete optimizer, including learning rate and weight decay.
-        rule: As for `tailavg.jax.tail_average`.
-        dtype: The dtype of the accumulators.
-        bundle: As for `tailavg.jax.tail_average`. `optax.tree_map_params` needs 0.
-        offload: As for `tailavg.jax.tail_average`.
+    `tx` is the complete optimizer, including learning rate and weight decay. For the other
+    arguments see `tailavg.jax.tail_average`; `optax.tree_map_params` needs `bundle=0`.
     """
     return optax.chain(tx, tail_average(rule, dtype=dtype, bundle=bundle, offload=offload))
 
@@ -144,19 +140,8 @@ def evaluate_tails(
 ) -> Any:
     """Call a function with the parameters averaged over each window, in one program.
 
-    Only one average is in memory at a time.
-
-    Args:
-        function: Called with averaged parameters and `args`; returns arrays. It is traced once for
-            each number of windows.
-        opt_state: The state of an optimizer with an `AnyTail`, as for `averaged_params`.
-        windows: The windows to read it with: see `tailavg.jax.value`. An array has one in each
-            entry.
-        *args: Further arguments of the function, such as validation data.
-        params: As for `averaged_params`.
-
-    Returns:
-        What the function returned, stacked along a first axis.
+    As `tailavg.jax.evaluate_tails`, with the state of an optimizer, and `params` as for
+    `averaged_params`.
 
     Examples:
         >>> from tailavg import AnyTail
@@ -186,27 +171,7 @@ def _tails_and_params(opt_state: Any, params: Any) -> tuple[list[TreeState], Any
             "opt_state: expected a state of tail_average in it, got none; "
             "make the optimizer with with_tail_average(tx, rule)"
         )
-    if params is not None:
-        _check_flat(states, params)
     return states, params
-
-
-def _check_flat(states: list[TreeState], params: Any) -> None:
-    """Raise inside `optax.flatten`, which is known only by the shape of the average."""
-    lengths = [state.sums.size for state in states if _is_vector(state.sums)]
-    if not lengths or _is_vector(params):
-        return
-    numbers = sum(map(jnp.size, jax.tree.leaves(params)))
-    if sum(lengths) == numbers:
-        raise ValueError(
-            "opt_state: expected an average with the structure of params, got a flat vector of "
-            f"{numbers} numbers, as inside optax.flatten; put the tail around it: "
-            "with_tail_average(optax.flatten(tx), rule)"
-        )
-
-
-def _is_vector(tree: Any) -> bool:
-    return jax.tree_util.all_leaves([tree]) and jnp.ndim(tree) == 1
 
 
 def _assembled(states: list[TreeState], params: Any, weights: list[Weights]) -> Any:
@@ -268,7 +233,9 @@ def _merged(a: Any, b: Any, what: Literal["opt_state", "params"] = "opt_state") 
         return b if what == "opt_state" else jax.tree.map(jnp.copy, b)
     (children, structure), (others, other) = _children(a), _children(b)
     if structure != other:
-        raise ValueError(f"{what}: expected the structure of the average, {structure}, got {other}")
+        raise ValueError(
+            f"{what}: expected the structure of the average, {structure}, got {other}{_FLAT}"
+        )
     if not jax.tree_util.all_leaves([a]):
         pairs = zip(children, others, strict=True)
         return structure.unflatten([_merged(*pair, what) for pair in pairs])
@@ -278,7 +245,8 @@ def _merged(a: Any, b: Any, what: Literal["opt_state", "params"] = "opt_state") 
             "state that has the one you want, such as opt_state[-1]"
         )
     if jnp.shape(a) != jnp.shape(b):
-        raise ValueError(f"params: expected a leaf of shape {jnp.shape(a)}, got {jnp.shape(b)}")
+        shapes = f"shape {jnp.shape(a)}, got {jnp.shape(b)}"
+        raise ValueError(f"params: expected a leaf of {shapes}{_FLAT}")
     return a
 
 
