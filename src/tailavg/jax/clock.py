@@ -212,8 +212,8 @@ class TracedBlocks(NamedTuple):
             )
             merge = Merge(
                 merges=closed & (gone > 0),
-                source=places[gone],
-                target=places[gone - 1],
+                source=places[gone].astype(jnp.uint32),
+                target=places[gone - 1].astype(jnp.uint32),
                 weight=(end - start) / jnp.maximum(end - before, 1),
             )
         step = Step(

@@ -12,9 +12,9 @@ from jax import Array
 
 from tailavg.core.decay import Reading
 from tailavg.jax.clock import TracedBlocks, TracedDecay
-from tailavg.jax.folds import Bundle
 
 __all__ = [
+    "Bundle",
     "Like",
     "Tree",
     "TreeReading",
@@ -30,6 +30,15 @@ Tree: TypeAlias = Any
 Like = TypeVar("Like")  # a tree of the same kind
 TreeReading = Reading | Array
 """What an `AnyTail` may be read with; an array may be traced."""
+
+
+class Bundle(NamedTuple):
+    """The means of small leaves, side by side."""
+
+    means: Array
+    """For each block, the means of all leaves."""
+    errors: Array
+    """The rounding error of the last fold into the mean of the open block."""
 
 
 class TreeState(NamedTuple):

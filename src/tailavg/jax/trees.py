@@ -31,9 +31,10 @@ from tailavg.core.rules import Rule, as_rule
 from tailavg.core.windows import AnyWindow, Reals, positive_int
 from tailavg.io import state as layout
 from tailavg.jax.clock import TracedRule, first_clock, restored, serves, size_at
-from tailavg.jax.folds import Accumulators, Bundle, concatenated, fold_if_due, on_host, times
+from tailavg.jax.folds import concatenated, fold_if_due, on_host, times
 from tailavg.jax.reads import size_read, value
 from tailavg.jax.states import (
+    Bundle,
     Like,
     Tree,
     TreeReading,
@@ -105,10 +106,10 @@ class TreeAverage:
 
     def _bundle(self, leaves: list[Array]) -> Bundle:
         """Return the placeholder means of small leaves, replicated on all of their devices."""
-        row, sharding = concatenated(leaves), leaves[0].sharding
-        if isinstance(sharding, NamedSharding) and not isinstance(row, jax.core.Tracer):
+        row = concatenated(leaves)
+        if not isinstance(row, jax.core.Tracer) and isinstance(leaves[0].sharding, NamedSharding):
             everywhere = PartitionSpec()  # type: ignore[no-untyped-call]
-            row = jax.device_put(row, NamedSharding(sharding.mesh, everywhere))
+            row = jax.device_put(row, NamedSharding(leaves[0].sharding.mesh, everywhere))
         return Bundle(self._means(row), self._placed(jnp.copy(row)))
 
     def _placed(self, array: Array) -> Array:
@@ -138,24 +139,11 @@ class TreeAverage:
         leaves, sums, means, structure = aligned(tree, state)
         clock: Any = state.clock
         step, clock = clock.step(self.rule, state.updates)
-        large, small = split_leaves(sums, means)
-        kept = fold_if_due(
-            step,
-            Accumulators(
-                [means[i] for i in large],
-                [sums[i] for i in large],
-                state.bundles,
-                {name: [sums[i] for i in group] for name, group in small.items()},
-            ),
-        )
+        sums, means, bundles = fold_if_due(step, sums, means, state.bundles)
         new = list(leaves)  # leaves that are not averaged pass through
-        totals = [*zip(large, kept.sums, strict=True)]
-        for name, group in small.items():
-            totals += zip(group, kept.small[name], strict=True)
-        for i, total in totals:
-            new[i] = lax.add(total, times(step.factor, _widened(leaves[i], total)))
-        for i, mean in zip(large, kept.means, strict=True):
-            means[i] = mean
+        for i, (leaf, total) in enumerate(zip(leaves, sums, strict=True)):
+            if is_averaged(total):
+                new[i] = lax.add(total, times(step.factor, _widened(leaf, total)))
         # after an update with another rule the count stays at its last number: the value is NaN
         counts = ~overflowed(state.updates) & (state.rule == _checksum(self.rule))
         updates = jnp.where(counts, state.updates + 1, np.iinfo(state.updates.dtype).max)
@@ -166,7 +154,7 @@ class TreeAverage:
             clock=jax.tree.map(lambda new, old: new.astype(old.dtype), clock, state.clock),
             sums=structure.unflatten(new),
             means=structure.unflatten(means),
-            bundles=kept.bundles,
+            bundles=bundles,
         )
 
     @overload
@@ -319,10 +307,11 @@ class TreeAverage:
         _, sums, means, structure = aligned(state.sums, state)
         names = list(_named(state.sums))
         large, small = split_leaves(sums, means)
-        bundles = {
-            dtype: Bundle(stack(group, like.means), put(np.zeros(like.errors.shape), like.errors))
-            for (dtype, group), like in zip(small.items(), state.bundles.values(), strict=True)
-        }
+        bundles = {}
+        for dtype, group in small.items():
+            like = state.bundles[dtype]
+            errors = put(np.zeros(like.errors.shape), like.errors)
+            bundles[dtype] = Bundle(stack(group, like.means), errors)
         for i in large:
             means[i] = stack([i], means[i])
         for i, name in enumerate(names):
