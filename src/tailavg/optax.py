@@ -25,7 +25,7 @@ from tailavg.core.rules import Rule
 from tailavg.core.windows import AnyWindow
 from tailavg.jax import TreeState
 from tailavg.jax import tail_average as tree_average
-from tailavg.jax.reads import Weights, averages, evaluate_each, weights_of
+from tailavg.jax.reads import Weights, averages, each_weights, evaluated, weights_of
 from tailavg.jax.states import TreeReading
 from tailavg.jax.trees import BUNDLE
 
@@ -142,22 +142,10 @@ def evaluate_tails(
 
     As `tailavg.jax.evaluate_tails`, with the state of an optimizer, and `params` as for
     `averaged_params`.
-
-    Examples:
-        >>> from tailavg import AnyTail
-        >>> tx = with_tail_average(optax.sgd(0.5), AnyTail())
-        >>> params = jnp.array(0.0)
-        >>> state = tx.init(params)
-        >>> step = jax.jit(tx.update)
-        >>> for _ in range(1000):
-        ...     updates, state = step(jnp.array(-4.0), state, params)
-        ...     params = optax.apply_updates(params, updates)
-        >>> distance = lambda mean, target: abs(mean - target)
-        >>> evaluate_tails(distance, state, [0.25, 0.5, 1.0], 1500.0).round()
-        Array([256.,   4., 499.], dtype=float32)
     """
     states, params = _tails_and_params(opt_state, params)
-    return evaluate_each(_assembled, function, states, windows, params, args)
+    weights = [each_weights(state, windows) for state in states]
+    return evaluated(_assembled, function, states, params, weights, args)
 
 
 def _tails_and_params(opt_state: Any, params: Any) -> tuple[list[TreeState], Any]:

@@ -32,6 +32,7 @@ __all__ = [
     "TracedRule",
     "TracedTails",
     "array_size",
+    "blocks_at",
     "first_clock",
     "restored",
     "serves",
@@ -251,16 +252,6 @@ class TracedBlocks(NamedTuple):
         in_place = places[:, None] == jnp.arange(len(starts))
         return jnp.where(in_place, weights[:, None], 0.0).sum(axis=0), of_sum
 
-    def carry(self, rule: TracedRule) -> Any:
-        """Return the factor of an error of the open block's mean in the sum."""
-        return int(self.folded - self.starts[-1])
-
-    def blocks(self, t: int) -> tuple[list[int], list[int]]:
-        """Return the starts of the blocks at step t and the places of their means, oldest first."""
-        starts = [int(start) for start in self.starts]
-        used = [i for i, (start, end) in enumerate(pairwise([*starts, t])) if start < end]
-        return [starts[i] for i in used], [int(self.places[i]) for i in used]
-
 
 def _read(sizes: Array, newer: Array, k: Array) -> Array:
     """Do `tailavg.core.equation.read` for traced blocks, each followed by `newer` samples."""
@@ -321,27 +312,14 @@ class TracedDecay(NamedTuple):
         """Return the weights of the mean and of the sum."""
         return (1.0 - self.share)[None], self.share / self.total
 
-    def carry(self, rule: TracedRule) -> Any:
-        """Return the factor of an error of the mean in the sum."""
-        assert isinstance(rule, Exponential)
-        return float(rule.decay(int(self.folded) + 1))
 
-    def blocks(self, t: int) -> tuple[list[int], list[int]]:
-        """Return the start of the only block, and the place of its mean."""
-        return ([0], [0]) if t else ([], [])
-
-
-_CLOCKS: dict[Any, Any] = {
-    AnytimeWindow: TracedBlocks,
-    AnyTail: TracedTails,
-    Exponential: TracedDecay,
-}
+_KINDS: Any = {AnytimeWindow: TracedBlocks, AnyTail: TracedTails, Exponential: TracedDecay}
 
 
 def serves(clock: TracedBlocks | TracedDecay, rule: TracedRule) -> bool:
     """Return whether this is a clock of such a rule, with as many accumulators."""
     means = len(clock.starts) if isinstance(clock, TracedBlocks) else 1
-    return type(clock) is _CLOCKS[type(rule)] and means == rule.accumulators
+    return type(clock) is _KINDS[type(rule)] and means == rule.accumulators
 
 
 def first_clock(rule: TracedRule) -> TracedBlocks | TracedDecay:
@@ -354,6 +332,15 @@ def first_clock(rule: TracedRule) -> TracedBlocks | TracedDecay:
     kind = TracedTails if isinstance(rule, AnyTail) else TracedBlocks
     places = jnp.arange(rule.accumulators, dtype=integer)
     return kind(folded, starts=jnp.zeros_like(places), places=places)
+
+
+def blocks_at(clock: TracedBlocks | TracedDecay, t: int) -> tuple[list[int], list[int]]:
+    """Return the starts of the blocks at step t and the places of their means, oldest first."""
+    starts, places = [0], [0]
+    if isinstance(clock, TracedBlocks):
+        starts, places = np.asarray(clock.starts).tolist(), np.asarray(clock.places).tolist()
+    used = [i for i, (start, end) in enumerate(pairwise([*starts, t])) if start < end]
+    return [starts[i] for i in used], [places[i] for i in used]
 
 
 def restored(clock: core.Clock) -> dict[str, Any]:

@@ -28,8 +28,9 @@ from tailavg.jax.states import (
 __all__ = [
     "Weights",
     "averages",
-    "evaluate_each",
+    "each_weights",
     "evaluate_tails",
+    "evaluated",
     "size_read",
     "value",
     "weights_of",
@@ -89,47 +90,24 @@ def evaluate_tails(
 
     Returns:
         What the function returned, stacked along a first axis.
-
-    Examples:
-        >>> from tailavg import AnyTail
-        >>> from tailavg.jax import tail_average
-        >>> average = tail_average(AnyTail())
-        >>> state = average.init(0.0)
-        >>> update = jax.jit(average.update)
-        >>> for x in range(1000):
-        ...     state = update(state, x)
-        >>> distance = lambda mean, target: abs(mean - target)
-        >>> evaluate_tails(distance, state, [0.25, 0.5, 1.0], 700.2).round()
-        Array([177.,  51., 201.], dtype=float32)
     """
-    return evaluate_each(_only_average, function, [state], windows, like, args)
+    return evaluated(averages, function, state, like, each_weights(state, windows), args)
 
 
-def _only_average(states: list[TreeState], like: Tree, weights: list[Weights]) -> Tree:
-    return averages(states[0], like, weights[0])
-
-
-def evaluate_each(
-    assemble: Callable[[list[TreeState], Tree, list[Weights]], Tree],
+@functools.partial(jax.jit, static_argnames=("assemble", "function"))
+def evaluated(
+    assemble: Callable[..., Tree],
     function: Callable[..., Any],
-    states: list[TreeState],
-    windows: Sequence[Reading] | Array,
+    state: Any,
     like: Tree,
+    weights: Any,
     args: Any,
 ) -> Any:
-    """Call a function with what `assemble` makes of the averages over each window."""
-    weights = [_each_weights(state, windows) for state in states]
-    return _evaluated(assemble, function, states, weights, like, args)
+    """Call a function with the averages that `assemble` makes with each of the stacked weights."""
+    return lax.map(lambda each: function(assemble(state, like, each), *args), weights)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _evaluated(
-    assemble: Any, function: Any, states: Any, weights: Any, like: Tree, args: Any
-) -> Any:
-    return lax.map(lambda each: function(assemble(states, like, each), *args), weights)
-
-
-def _each_weights(state: TreeState, windows: Sequence[Reading] | Array) -> Weights:
+def each_weights(state: TreeState, windows: Sequence[Reading] | Array) -> Weights:
     """Return the weights of several windows, stacked."""
     if _is_array(windows):
         return jax.vmap(lambda window: weights_of(state, window))(windows)
@@ -180,7 +158,7 @@ def _reading(state: TreeState, window: Any) -> Any:
     reading = window if isinstance(window, Decay) else as_window(window)
     if isinstance(reading, Decay) and reading.shape == "linear":
         reading = reading.window
-    if known and not np.ndim(state.updates) and not isinstance(state.size, jax.core.Tracer):
+    if known and not np.ndim(state.updates):
         t, least = int(state.updates), float(state.size)
         if t and reading.size(t) < least * (1 - _tie(state.size.dtype)):
             raise ValueError(

@@ -27,10 +27,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tailavg.core.clock import clock_for
 from tailavg.core.decay import Reading
 from tailavg.core.profile import Profile, dense_weights, profile
-from tailavg.core.rules import Rule, as_rule
+from tailavg.core.rules import Exponential, Rule, as_rule
 from tailavg.core.windows import AnyWindow, Reals, positive_int
 from tailavg.io import state as layout
-from tailavg.jax.clock import TracedRule, first_clock, restored, serves, size_at
+from tailavg.jax.clock import TracedRule, blocks_at, first_clock, restored, serves, size_at
 from tailavg.jax.folds import concatenated, fold_if_due, on_host, times
 from tailavg.jax.reads import size_read, value
 from tailavg.jax.states import (
@@ -179,36 +179,17 @@ class TreeAverage:
         return size_read(state, window)
 
     def weights(self, state: TreeState, window: Reading | None = None) -> Reals:
-        """Return the weight of each of the `count` updates, oldest first. Not inside `jax.jit`.
-
-        Examples:
-            >>> average = tail_average(2)
-            >>> state = average.init(0.0)
-            >>> for x in range(3):
-            ...     state = average.update(state, x)
-            >>> average.weights(state)
-            array([0. , 0.5, 0.5])
-        """
+        """Return the weight of each of the `count` updates, oldest first. Not inside `jax.jit`."""
         count = int(state.updates)
-        starts, _ = state.clock.blocks(count)
+        starts, _ = blocks_at(state.clock, count)
         return dense_weights(self.rule, starts, count, window)
 
     def profile(self, state: TreeState, window: Reading | None = None) -> Profile:
-        """Summarize the weights: effective size, mean age, oldest age. Not inside `jax.jit`.
-
-        Examples:
-            >>> average = tail_average(100)
-            >>> state = average.init(0.0)
-            >>> for x in range(1000):
-            ...     state = average.update(state, x)
-            >>> average.profile(state)
-            Profile(count=1000, size=100.0, effective_size=100.0, mean_age=49.5,
-                    oldest_age=99, accumulators=3)
-        """
+        """Summarize the weights: effective size, mean age, oldest age. Not inside `jax.jit`."""
         count = int(state.updates)
         if not count:
             raise layout.nothing_yet("profile")
-        starts, _ = state.clock.blocks(count)
+        starts, _ = blocks_at(state.clock, count)
         return profile(self.rule, starts, count, window)
 
     def state_dict(self, state: TreeState) -> dict[str, Any]:
@@ -218,9 +199,12 @@ class TreeAverage:
         are not averaged are left out. To resume within JAX, save the state itself, which is a
         pytree: the resumed run is then bit-identical.
         """
-        count, clock = int(state.updates), state.clock
-        starts, places = clock.blocks(count)
-        carry = clock.carry(self.rule)
+        count, folded = int(state.updates), int(state.clock.folded)
+        starts, places = blocks_at(state.clock, count)
+        if isinstance(self.rule, Exponential):  # the factor of an error of the open mean in the sum
+            carry = float(self.rule.decay(folded + 1))
+        else:
+            carry = folded - starts[-1] if starts else 0
         names = list(_named(state.sums))
         _, sums, means, _ = aligned(state.sums, state)
         partial = {names[i]: np.array(sums[i]) for i, leaf in enumerate(sums) if is_averaged(leaf)}
@@ -233,7 +217,6 @@ class TreeAverage:
                 partial[names[i]] += error * carry
         nothing = {name: np.zeros_like(total) for name, total in partial.items()}
         blocks = [{name: np.array(stacks[name][place]) for name in partial} for place in places]
-        folded = int(clock.folded)
         if starts and folded == starts[-1]:  # its place still has the mean of an older block
             blocks[-1] = nothing
         return layout.state(
