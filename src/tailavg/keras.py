@@ -107,7 +107,7 @@ class TailAverage(keras.callbacks.Callback):  # type: ignore[misc]
         self._variables: list[Any] = []
         self._seen = 0  # the optimizer's iterations at the last sample, or at the start
         self._begun = False  # whether this fit has come to its first epoch
-        self._aside: list[Any] | None = None  # the training weights, while the averages are in
+        self._training_weights: list[Any] | None = None  # while the averages are in the model
         self._kept: list[Path] = []  # the states of this run on disk
 
     @property
@@ -138,18 +138,18 @@ class TailAverage(keras.callbacks.Callback):  # type: ignore[misc]
 
         On exit, even after an exception, the model gets back what it held, bit for bit.
         """
-        average, held = self._require_a_sample("average_weights"), self._held()
+        average, current = self._require_a_sample("average_weights"), self._current_weights()
         try:
             self._assign(average.read(self.window if window is None else window))
             yield
         finally:
-            self._assign(held)
+            self._assign(current)
 
     def restore(self) -> None:
         """Give the model its training weights back, if it holds the averages."""
-        if self._aside is not None:
-            self._assign(self._aside)
-            self._aside = None
+        if self._training_weights is not None:
+            self._assign(self._training_weights)
+            self._training_weights = None
 
     # The events of a callback
 
@@ -217,8 +217,9 @@ class TailAverage(keras.callbacks.Callback):  # type: ignore[misc]
         now = self._iterations()
         same_variables = [*map(id, variables)] == [*map(id, self._variables)]
         if self.count and now == self._seen and same_variables:
-            if self._aside is not None and not self._holds_averages():
-                self._aside = None  # the weights were changed since, and are to be trained
+            if self._training_weights is not None and not self._holds_averages():
+                # the weights were changed since, and are to be trained
+                self._training_weights = None
             return
         fresh = _Accumulators(self.rule, variables, self._offload)
         saved = {} if self.path is None else _saved(self.path)
@@ -237,7 +238,7 @@ class TailAverage(keras.callbacks.Callback):  # type: ignore[misc]
                 "and give another path to begin a new average"
             )
         self._average, self._variables, self._seen = fresh, variables, now
-        self._aside, self._kept = None, []
+        self._training_weights, self._kept = None, []
         if now in saved:
             self._kept = [saved[now]]
             # a backup that was made after a swap has the averages
@@ -252,7 +253,7 @@ class TailAverage(keras.callbacks.Callback):  # type: ignore[misc]
         shutil.rmtree(folder, ignore_errors=True)  # of another run, or of one that was killed
         with whole_folder(folder) as inside:
             layout.write_folder(inside / _AVERAGE, self._average.state())
-            weights = [array.astype(_wide_dtype(array)) for array in self._held()]
+            weights = [array.astype(_wide_dtype(array)) for array in self._current_weights()]
             write_arrays(inside / _WEIGHTS, {str(i): array for i, array in enumerate(weights)})
         self._kept = [*self._kept[-1:], folder]
         for other in _saved(path).values():
@@ -275,16 +276,16 @@ class TailAverage(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _swap_in(self) -> None:
         """Put the averages into the model, if there are any, and keep the training weights."""
-        if self._aside is not None or self._average is None or not self.count:
+        if self._training_weights is not None or self._average is None or not self.count:
             return
-        self._aside = self._held()
+        self._training_weights = self._current_weights()
         try:
             self._assign(self._average.read(self.window))
         except BaseException:
             self.restore()
             raise
 
-    def _held(self) -> list[npt.NDArray[Any]]:
+    def _current_weights(self) -> list[npt.NDArray[Any]]:
         """Return the weights in the model, in main memory."""
         _ = self.model  # on JAX, hands the weights over
         return [_in_main_memory(variable.value) for variable in self._variables]
@@ -295,9 +296,10 @@ class TailAverage(keras.callbacks.Callback):  # type: ignore[misc]
             variable.assign(value)
 
     def _holds_averages(self) -> bool:
-        held = self._held()
+        current = self._current_weights()
         with self.average_weights():
-            return all(a.tobytes() == b.tobytes() for a, b in zip(held, self._held(), strict=True))
+            pairs = zip(current, self._current_weights(), strict=True)
+            return all(a.tobytes() == b.tobytes() for a, b in pairs)
 
     def _iterations(self) -> int:
         """Return the steps of the optimizer, which leave out accumulated and skipped batches."""
@@ -319,19 +321,19 @@ class _Accumulators(Store):
             for i, variable in enumerate(variables)
         }
         self._means: list[dict[str, Any]] = [{} for _ in self.clock.blocks]  # {}: an empty block
-        self._hold: Any = _in_main_memory if offload else lambda array: array
-        self._whole = True  # False while anything changes
+        self._stored: Any = _in_main_memory if offload else lambda array: array
+        self._complete = True  # False while a sample is added
 
     def add(self, values: list[Any]) -> None:
         """Take one sample."""
-        self._require_whole()
-        self._whole = False
+        self._require_complete()
+        self._complete = False
         self.clock.prepare(self)
         factor = self.clock.factor
         added = _add([*self._sums.values()], values, None if factor == 1.0 else factor)
         self._sums = dict(zip(self._sums, added, strict=True))
         self.clock.count += 1
-        self._whole = True
+        self._complete = True
 
     def fold(self, total: float, weight: float, carry: float) -> None:
         """See `Store`, and `tailavg.numpy.arithmetic.joined`."""
@@ -346,7 +348,7 @@ class _Accumulators(Store):
                 finite = ops.isfinite(lost)  # there is no difference of infinities
                 joint = ops.where(finite, joint, mean * (1 - weight) + own * weight)
                 lost = ops.where(finite, lost, zeros)
-            self._means[-1][name], self._sums[name] = self._hold(joint), lost
+            self._means[-1][name], self._sums[name] = self._stored(joint), lost
 
     def turn(self, gone: int, weight: float) -> None:
         """See `Store`."""
@@ -356,12 +358,12 @@ class _Accumulators(Store):
             before = self._means[gone - 1]
             for name, newer in means.items():
                 older, newer = map(ops.convert_to_tensor, (before[name], newer))
-                before[name] = self._hold(older * (1 - weight) + newer * weight)
+                before[name] = self._stored(older * (1 - weight) + newer * weight)
         self._sums = {name: ops.zeros_like(summed) for name, summed in self._sums.items()}
 
     def read(self, window: Reading | None) -> Iterator[Any]:
         """Yield the average of each variable, always a new array."""
-        self._require_whole()
+        self._require_complete()
         terms = self.clock.terms(window)
         for name, summed in self._sums.items():
             means = [means.get(name) for means in self._means]
@@ -372,7 +374,7 @@ class _Accumulators(Store):
 
     def state(self) -> dict[str, Any]:
         """Return the state in the layout of `tailavg.io.state`."""
-        self._require_whole()
+        self._require_complete()
         partial, *blocks = (
             {name: _in_main_memory(array) for name, array in arrays.items()}
             for arrays in (self._sums, *self._means)
@@ -405,12 +407,12 @@ class _Accumulators(Store):
         self.clock.restore(count, starts, folded)
         for place, block in enumerate(blocks, start=len(self._means) - len(blocks)):
             self._means[place] = {
-                name: self._hold(_like(mean, self._sums[name])) for name, mean in block.items()
+                name: self._stored(_like(mean, self._sums[name])) for name, mean in block.items()
             }
         self._sums = {name: _like(partial[name], summed) for name, summed in self._sums.items()}
 
-    def _require_whole(self) -> None:
-        if not self._whole:
+    def _require_complete(self) -> None:
+        if not self._complete:
             raise RuntimeError(
                 "an update of the average was interrupted, so it cannot be read; resume from a "
                 "backup with a new TailAverage"

@@ -253,13 +253,6 @@ def test_a_tail_inside_flatten_is_reported(params, numbers):
     assert averaged_params(state, window=0.5).shape == (numbers,)
 
 
-def test_tails_inside_flatten_in_branches_are_reported():
-    branch = optax.flatten(with_tail_average(optax.sgd(0.1), 4))
-    tx = optax.multi_transform({"matrix": branch, "vector": branch}, LABELS)
-    with pytest.raises(ValueError, match="expected one tail of each parameter, got several"):
-        averaged_params(tx.init(start()), start())
-
-
 def test_a_vector_of_another_size_is_not_taken_for_a_flat_tree():
     state = with_tail_average(optax.sgd(0.1), 4).init(jnp.ones(8))
     with pytest.raises(ValueError, match="params: expected the structure of the average"):

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array, lax
 
 from tailavg.core.decay import Decay, Reading
-from tailavg.core.windows import TIE, Window, as_window
+from tailavg.core.windows import TIE, as_window
 from tailavg.jax.clock import TracedBlocks, TracedDecay, TracedTails, array_size, traced_window
 from tailavg.jax.folds import combined, cut, on_device, starts_of, weighted
 from tailavg.jax.states import (
@@ -179,24 +179,13 @@ def _tie(dtype: Any) -> float:
 
 def _size(state: TreeState, reading: Any) -> Array:
     """Return k_t of what `_reading` returned."""
+    t = jnp.maximum(state.updates, 1)
     if reading is None:
         return state.size
-    if isinstance(reading, Decay):
-        reading = reading.window
-    array, static = (reading, None) if _is_array(reading) else (None, reading)
-    size: Array = _window_size(array, static, state.updates)
-    return size
-
-
-# These two are jitted, since outside jax.jit each operation would be a call.
-
-
-@functools.partial(jax.jit, static_argnames="static", inline=True)
-def _window_size(array: Array | None, static: Window | None, updates: Array) -> Array:
-    t = jnp.maximum(updates, 1)
-    if static is None:
-        return array_size(array, t)
-    return jnp.asarray(traced_window(static).size(t), jnp.result_type(float))
+    if _is_array(reading):
+        return array_size(reading, t)
+    window = reading.window if isinstance(reading, Decay) else reading
+    return jnp.asarray(traced_window(window).size(t), jnp.result_type(float))
 
 
 @functools.partial(jax.jit, static_argnames="decay", inline=True)
@@ -215,36 +204,27 @@ def averages(state: TreeState, like: Tree, weights: Weights) -> Tree:
     wanted, sums, means, structure = aligned(state.sums if like is None else like, state, "like")
     of_means, of_sum = weights
     large, small = split_leaves(sums, means)
-    shapes = {name: [sums[i].shape for i in group] for name, group in small.items()}
+    shapes = [[sums[i].shape for i in group] for group in small.values()]
 
-    def average() -> tuple[list[Array], list[tuple[Array, list[Array]]]]:
-        return (
-            [combined(of_means, means[i], of_sum, sums[i]).astype(wanted[i].dtype) for i in large],
-            [
-                (combined(of_means, state.bundles[name].means), starts_of(shapes[name]))
-                for name in small
-            ],
-        )
+    def average() -> tuple[list[Array], list[Array], list[list[Array]]]:
+        """Return the averages of large leaves; for bundles, without the sums, and their starts."""
+        own = [combined(of_means, means[i], of_sum, sums[i]).astype(wanted[i].dtype) for i in large]
+        rows = [combined(of_means, state.bundles[name].means) for name in small]
+        return own, rows, [starts_of(each) for each in shapes]
 
-    def nothing() -> tuple[list[Array], list[tuple[Array, list[Array]]]]:
-        return (
-            [lax.full_like(sums[i], jnp.nan, wanted[i].dtype) for i in large],
-            [
-                (
-                    lax.full_like(on_device(state.bundles[name].errors), jnp.nan),
-                    [jnp.uint32(0) for _ in group],
-                )
-                for name, group in small.items()
-            ],
-        )
+    def nothing() -> tuple[list[Array], list[Array], list[list[Array]]]:
+        own = [lax.full_like(sums[i], jnp.nan, wanted[i].dtype) for i in large]
+        errors = [on_device(state.bundles[name].errors) for name in small]
+        rows = [lax.full_like(row, jnp.nan) for row in errors]
+        return own, rows, [[jnp.uint32(0) for _ in each] for each in shapes]
 
     # A branch is compiled separately. Fused with the code that uses the average, XLA on a CPU would
     # store each term of the average in an array of its own, and take up to 20 times as long.
-    of_large, rows = lax.cond(jnp.isnan(of_sum), nothing, average)
+    own, rows, starts = lax.cond(jnp.isnan(of_sum), nothing, average)
     new = [jnp.copy(total) for total in sums]  # those that are not averaged
-    for i, x in zip(large, of_large, strict=True):
+    for i, x in zip(large, own, strict=True):
         new[i] = x
-    for (row, starts), (name, group) in zip(rows, small.items(), strict=True):
-        for i, of_small in zip(group, cut(row, starts, shapes[name]), strict=True):
-            new[i] = lax.add(of_small, weighted(of_sum, sums[i])).astype(wanted[i].dtype)
+    for group, *bundle in zip(small.values(), rows, starts, shapes, strict=True):
+        for i, x in zip(group, cut(*bundle), strict=True):
+            new[i] = lax.add(x, weighted(of_sum, sums[i])).astype(wanted[i].dtype)
     return structure.unflatten(new)
