@@ -49,7 +49,7 @@ class TreeState(NamedTuple):
     size: Array
     """The size of the window, k_t; of an `AnyTail`, that of the shortest it can be read with."""
     rule: Array
-    """A checksum of the rule. An update with another rule leaves the average unchanged."""
+    """A checksum of the rule. After an update with another rule, the value is NaN."""
     clock: TracedBlocks | TracedDecay
     """Which samples are in the sum, and which in each mean."""
     sums: Tree

@@ -144,7 +144,7 @@ class TreeAverage:
         for i, (leaf, total) in enumerate(zip(leaves, sums, strict=True)):
             if is_averaged(total):
                 new[i] = lax.add(total, times(step.factor, _widened(leaf, total)))
-        # after an update with another rule the count stays at its last number: the value is NaN
+        # an update with another rule sets the count to the largest integer: the value is NaN
         counts = ~overflowed(state.updates) & (state.rule == _checksum(self.rule))
         updates = jnp.where(counts, state.updates + 1, np.iinfo(state.updates.dtype).max)
         return TreeState(
@@ -264,9 +264,8 @@ class TreeAverage:
             )
         if not count and not isinstance(saved["partial"], Mapping):
             return state  # an average without samples knows no shape
-        shapes = {
-            name: total.shape for name, total in _named(state.sums).items() if is_averaged(total)
-        }
+        named = _named(state.sums)
+        shapes = {name: total.shape for name, total in named.items() if is_averaged(total)}
         blocks, partial = layout.by_name(saved, shapes)
         if not count:
             return state
@@ -288,7 +287,7 @@ class TreeAverage:
 
         fields = {name: put(x, getattr(state.clock, name)) for name, x in restored(clock).items()}
         _, sums, means, structure = aligned(state.sums, state)
-        names = list(_named(state.sums))
+        names = list(named)
         large, small = split_leaves(sums, means)
         bundles = {}
         for dtype, group in small.items():
