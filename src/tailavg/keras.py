@@ -1,9 +1,9 @@
-"""`TailAverage`: the average of a Keras model's weights while `fit` trains it.
+"""A Keras callback that averages the weights of a model while `fit` trains it.
 
-    end of a batch   one sample, if the optimizer has made a step
-    validation       the averages are in the model; then the training weights again
-    end of an epoch  the state is written; with `swap_on_epoch` the averages stay until the next one
-    end of fit       the averages stay
+    end of a batch   takes one sample, if the optimizer has made a step
+    validation       puts the averages into the model, and then the training weights again
+    end of an epoch  writes the state; with `swap_on_epoch` the averages stay until the next epoch
+    end of fit       leaves the averages in the model
 
 On both backends arrays stay where the model is, and only operators that torch and JAX share touch
 them. On JAX, `fit` keeps the weights to itself; `Callback.model` makes it hand them over.
@@ -26,11 +26,12 @@ import numpy.typing as npt
 from tailavg.core import profile as profiles
 from tailavg.core.clock import SUM, Store, clock_for
 from tailavg.core.decay import Reading
-from tailavg.core.rules import AnytimeWindow, ExactWindow, Rule, as_rule, size_of, window_of
+from tailavg.core.rules import ExactWindow, Rule, as_rule, size_of, window_of
 from tailavg.core.windows import AnyWindow, Reals
 from tailavg.extras import needs
 from tailavg.io import state as layout
 from tailavg.io.files import whole_folder
+from tailavg.io.tensors import mapped, write_arrays
 
 with needs("keras"):
     import keras
@@ -39,7 +40,7 @@ with needs("keras"):
 __all__ = ["TailAverage"]
 
 _GUARDED = "evaluate", "save", "save_weights"  # what fit and callbacks call while averages are in
-_AVERAGE, _WEIGHTS = "average", "weights"  # in a saved folder
+_AVERAGE, _WEIGHTS = "average", "weights.safetensors"  # in a saved folder
 
 
 class TailAverage(keras.callbacks.Callback):  # type: ignore[misc]
@@ -52,15 +53,15 @@ class TailAverage(keras.callbacks.Callback):  # type: ignore[misc]
     Args:
         rule: A number (an int n for the last n steps, a float in (0, 1] for the last fraction of
             them), a window or a rule.
-        window: What an `AnyTail` is read with: a window or a `Decay`. Other rules have their own.
+        window: The window or `Decay` with which an `AnyTail` is read. Other rules have their own.
         swap_on_epoch: Whether the averages stay in the model from the end of an epoch to the
             beginning of the next, as in `SwapEMAWeights`: then callbacks that come after this one,
             such as `ModelCheckpoint` and `EarlyStopping`, save what was validated.
         path: A folder for the state, written at the end of each epoch, to resume together with
-            `BackupAndRestore`. Not inside the folder of that one, which is deleted in the end.
+            `BackupAndRestore`. Not inside the folder of the backup, which `fit` deletes at its end.
         moving_statistics: Whether to average floating point variables that are not trained, too.
-        offload: `"cpu"` keeps all but the sum, which alone is touched by every step, in main
-            memory. No bit of any result depends on it.
+        offload: `"cpu"` keeps the means in main memory, and only the sum, which every step
+            changes, on the device. Results are bit-identical either way.
 
     Examples:
         >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
@@ -106,11 +107,8 @@ class TailAverage(keras.callbacks.Callback):  # type: ignore[misc]
         self._variables: list[Any] = []
         self._seen = 0  # the optimizer's iterations at the last sample, or at the start
         self._begun = False  # whether this fit has come to its first epoch
-        self._testing = False
-        self._aside: list[Any] | None = None  # the training weights, while the averages are in
+        self._training_weights: list[Any] | None = None  # while the averages are in the model
         self._kept: list[Path] = []  # the states of this run on disk
-
-    # What the average is.
 
     @property
     def count(self) -> int:
@@ -123,11 +121,11 @@ class TailAverage(keras.callbacks.Callback):  # type: ignore[misc]
         return size_of(self.rule, self.window, self.count)
 
     def weights(self, window: Reading | None = None) -> Reals:
-        """The weight of each of the `count` samples, oldest first."""
+        """Return the weight of each of the `count` samples, oldest first."""
         return profiles.dense_weights(self.rule, *self._blocks("weights", window))
 
     def profile(self, window: Reading | None = None) -> profiles.Profile:
-        """A summary of the weights: effective size, mean age, oldest age."""
+        """Summarize the weights: effective size, mean age, oldest age."""
         return profiles.profile(self.rule, *self._blocks("profile", window))
 
     def _blocks(self, call: str, window: Reading | None) -> tuple[list[int], int, Reading | None]:
@@ -136,27 +134,27 @@ class TailAverage(keras.callbacks.Callback):  # type: ignore[misc]
 
     @contextmanager
     def average_weights(self, window: Reading | None = None) -> Iterator[None]:
-        """A context in which the model has the averages; an `AnyTail` may be read with any window.
+        """Give the model the averages inside a context; an `AnyTail` may be read with any window.
 
         On exit, even after an exception, the model gets back what it held, bit for bit.
         """
-        average, held = self._require_a_sample("average_weights"), self._held()
+        average, current = self._require_a_sample("average_weights"), self._current_weights()
         try:
             self._assign(average.read(self.window if window is None else window))
             yield
         finally:
-            self._assign(held)
+            self._assign(current)
 
     def restore(self) -> None:
         """Give the model its training weights back, if it holds the averages."""
-        if self._aside is not None:
-            self._assign(self._aside)
-            self._aside = None
+        if self._training_weights is not None:
+            self._assign(self._training_weights)
+            self._training_weights = None
 
-    # What Keras calls.
+    # The events of a callback
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Guard the model: what is raised while it holds the averages brings its weights back."""
+        """Guard the model: an exception while it holds the averages brings its weights back."""
         model = self.model
         other: Any = getattr(vars(model).get(_GUARDED[0]), "guard", self)
         if other is not self and other.params is self.params is not None:
@@ -167,10 +165,10 @@ class TailAverage(keras.callbacks.Callback):  # type: ignore[misc]
         _unguard(model)
         for name in _GUARDED:
             setattr(model, name, self._guarded(getattr(model, name)))
-        self._begun = self._testing = False
+        self._begun = False
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Begin, or resume: by now `BackupAndRestore` has loaded what it has. Swap back."""
+        """Begin or resume, now that `BackupAndRestore` has loaded its backup. Swap back."""
         if not self._begun:
             self._begin()
             self._begun = True
@@ -185,17 +183,16 @@ class TailAverage(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         """Swap the averages in, if there are any."""
-        if self._begun and self._aside is None:
-            self._testing = self._swap_in()
+        if self._begun:
+            self._swap_in()
 
     def on_test_end(self, logs: Mapping[str, Any] | None = None) -> None:
         """Swap back."""
-        if self._testing:
-            self._testing = False
+        if self._begun:
             self.restore()
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Write the state, before `BackupAndRestore` writes its own; swap, if asked for."""
+        """Write the state, before `BackupAndRestore` writes its own; swap with `swap_on_epoch`."""
         if self.path is not None and self.count:
             self._save(self.path)
         if self.swap_on_epoch:
@@ -207,10 +204,10 @@ class TailAverage(keras.callbacks.Callback):  # type: ignore[misc]
         self._swap_in()
         self._begun = False
 
-    # How a run begins.
+    # The start of a run, and states on disk
 
     def _begin(self) -> None:
-        """Go on with this average, or with one on disk, or begin another."""
+        """Continue this average, or one on disk, or begin another."""
         model = self.model
         variables = list(model.trainable_variables)
         if self._moving_statistics:
@@ -218,16 +215,17 @@ class TailAverage(keras.callbacks.Callback):  # type: ignore[misc]
         if not variables:
             raise ValueError("model: expected variables to train, got none; are all frozen?")
         now = self._iterations()
-        goes_on = bool(self.count) and now == self._seen
-        if goes_on and list(map(id, variables)) == list(map(id, self._variables)):
-            if self._aside is not None and not self._holds_averages():
-                self._aside = None  # the weights were changed since, and are to be trained
+        same_variables = [*map(id, variables)] == [*map(id, self._variables)]
+        if self.count and now == self._seen and same_variables:
+            if self._training_weights is not None and not self._holds_averages():
+                # the weights were changed since, and are to be trained
+                self._training_weights = None
             return
         fresh = _Accumulators(self.rule, variables, self._offload)
         saved = {} if self.path is None else _saved(self.path)
         if now in saved:
             fresh.load(layout.read(saved[now] / _AVERAGE))
-            _, weights = layout.by_name(layout.read(saved[now] / _WEIGHTS), fresh.shapes)
+            weights = mapped(saved[now] / _WEIGHTS)
         elif self.count:
             raise RuntimeError(
                 f"fit: expected the model and the optimizer of this average, after {self._seen} "
@@ -240,14 +238,14 @@ class TailAverage(keras.callbacks.Callback):  # type: ignore[misc]
                 "and give another path to begin a new average"
             )
         self._average, self._variables, self._seen = fresh, variables, now
-        self._aside, self._kept = None, []
+        self._training_weights, self._kept = None, []
         if now in saved:
             self._kept = [saved[now]]
             # a backup that was made after a swap has the averages
-            self._assign(map(np.array, weights.values()))
+            self._assign(np.array(weights[str(i)]) for i in range(len(variables)))
 
     def _save(self, path: Path) -> None:
-        """Write the state whole or not at all, and keep the one before: a backup may be older."""
+        """Write the state atomically, and keep the one before: a backup may be older."""
         folder = path / f"iteration-{self._seen}"
         if folder in self._kept or self._average is None:
             return
@@ -255,13 +253,14 @@ class TailAverage(keras.callbacks.Callback):  # type: ignore[misc]
         shutil.rmtree(folder, ignore_errors=True)  # of another run, or of one that was killed
         with whole_folder(folder) as inside:
             layout.write_folder(inside / _AVERAGE, self._average.state())
-            layout.write_folder(inside / _WEIGHTS, _as_state(self._held()))
+            weights = [array.astype(_wide_dtype(array)) for array in self._current_weights()]
+            write_arrays(inside / _WEIGHTS, {str(i): array for i, array in enumerate(weights)})
         self._kept = [*self._kept[-1:], folder]
         for other in _saved(path).values():
             if other not in self._kept:
                 shutil.rmtree(other, ignore_errors=True)
 
-    # How weights are swapped.
+    # Swaps
 
     def _guarded(self, call: Any) -> Any:
         @functools.wraps(call)
@@ -269,27 +268,25 @@ class TailAverage(keras.callbacks.Callback):  # type: ignore[misc]
             try:
                 return call(*args, **options)
             except BaseException:
-                self._testing = False
                 self.restore()
                 raise
 
         guarded.guard = self  # type: ignore[attr-defined]
         return guarded
 
-    def _swap_in(self) -> bool:
-        """Put the training weights aside and the averages in; False if there are none."""
-        if self._aside is not None or self._average is None or not self.count:
-            return False
-        self._aside = self._held()
+    def _swap_in(self) -> None:
+        """Put the averages into the model, if there are any, and keep the training weights."""
+        if self._training_weights is not None or self._average is None or not self.count:
+            return
+        self._training_weights = self._current_weights()
         try:
             self._assign(self._average.read(self.window))
         except BaseException:
             self.restore()
             raise
-        return True
 
-    def _held(self) -> list[npt.NDArray[Any]]:
-        """What the model holds, in main memory."""
+    def _current_weights(self) -> list[npt.NDArray[Any]]:
+        """Return the weights in the model, in main memory."""
         _ = self.model  # on JAX, hands the weights over
         return [_in_main_memory(variable.value) for variable in self._variables]
 
@@ -299,12 +296,13 @@ class TailAverage(keras.callbacks.Callback):  # type: ignore[misc]
             variable.assign(value)
 
     def _holds_averages(self) -> bool:
-        held = self._held()
+        current = self._current_weights()
         with self.average_weights():
-            return all(a.tobytes() == b.tobytes() for a, b in zip(held, self._held(), strict=True))
+            pairs = zip(current, self._current_weights(), strict=True)
+            return all(a.tobytes() == b.tobytes() for a, b in pairs)
 
     def _iterations(self) -> int:
-        """The steps of the optimizer: accumulated batches and skipped steps do not count."""
+        """Return the steps of the optimizer, which leave out accumulated and skipped batches."""
         return int(ops.convert_to_tensor(self.model.optimizer.iterations))
 
     def _require_a_sample(self, call: str) -> _Accumulators:
@@ -314,84 +312,81 @@ class TailAverage(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 class _Accumulators(Store):
-    """A sum and a few means of each variable. Variables go by their order, from "0" on."""
+    """A sum and a few means of each variable. Variables are named by their order, from "0" on."""
 
     def __init__(self, rule: Rule, variables: Sequence[Any], offload: bool) -> None:
         self.clock = clock_for(rule)
-        self._sums = [ops.zeros_like(v.value, dtype=_wide_dtype(v)) for v in variables]
-        self._means: list[list[Any]] = [[] for _ in self.clock.blocks]  # [] for an empty one
-        self._hold = _in_main_memory if offload else _as_it_is
-        self._whole = True  # False while anything changes
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each variable, by its name in a state."""
-        return {str(i): tuple(summed.shape) for i, summed in enumerate(self._sums)}
+        self._sums = {
+            str(i): ops.zeros_like(variable.value, dtype=_wide_dtype(variable))
+            for i, variable in enumerate(variables)
+        }
+        self._means: list[dict[str, Any]] = [{} for _ in self.clock.blocks]  # {}: an empty block
+        self._stored: Any = _in_main_memory if offload else lambda array: array
+        self._complete = True  # False while a sample is added
 
     def add(self, values: list[Any]) -> None:
         """Take one sample."""
-        self._require_whole()
-        self._whole = False
+        self._require_complete()
+        self._complete = False
         self.clock.prepare(self)
         factor = self.clock.factor
-        self._sums = _add(self._sums, values, None if factor == 1.0 else factor)
+        added = _add([*self._sums.values()], values, None if factor == 1.0 else factor)
+        self._sums = dict(zip(self._sums, added, strict=True))
         self.clock.count += 1
-        self._whole = True
+        self._complete = True
 
     def fold(self, total: float, weight: float, carry: float) -> None:
         """See `Store`, and `tailavg.numpy.arithmetic.joined`."""
-        joint = []
-        for i, summed in enumerate(self._sums):
-            own = summed / total
-            if weight == 1.0:
-                joint.append(self._hold(own))
-                self._sums[i] = ops.zeros_like(summed)
-                continue
-            mean = ops.convert_to_tensor(self._means[-1][i])
-            step = (own - mean) * weight
-            new = mean + step
-            lost = (step - (new - mean)) * carry
-            finite = ops.isfinite(lost)  # there is no difference of infinities
-            joint.append(self._hold(ops.where(finite, new, mean * (1 - weight) + own * weight)))
-            self._sums[i] = ops.where(finite, lost, ops.zeros_like(lost))
-        self._means[-1] = joint
+        for name, summed in self._sums.items():
+            own, zeros = summed / total, ops.zeros_like(summed)
+            joint, lost = own, zeros
+            if weight != 1.0:
+                mean = ops.convert_to_tensor(self._means[-1][name])
+                step = (own - mean) * weight
+                joint = mean + step
+                lost = (step - (joint - mean)) * carry
+                finite = ops.isfinite(lost)  # there is no difference of infinities
+                joint = ops.where(finite, joint, mean * (1 - weight) + own * weight)
+                lost = ops.where(finite, lost, zeros)
+            self._means[-1][name], self._sums[name] = self._stored(joint), lost
 
     def turn(self, gone: int, weight: float) -> None:
         """See `Store`."""
-        means = self._means
+        means = self._means.pop(gone)
+        self._means.append({})
         if weight:
-            for i, other in enumerate(means[gone]):
-                mean, other = map(ops.convert_to_tensor, (means[gone - 1][i], other))
-                means[gone - 1][i] = self._hold(mean * (1 - weight) + other * weight)
-        self._means = [*means[:gone], *means[gone + 1 :], []]
-        self._sums = [ops.zeros_like(summed) for summed in self._sums]
+            before = self._means[gone - 1]
+            for name, newer in means.items():
+                older, newer = map(ops.convert_to_tensor, (before[name], newer))
+                before[name] = self._stored(older * (1 - weight) + newer * weight)
+        self._sums = {name: ops.zeros_like(summed) for name, summed in self._sums.items()}
 
     def read(self, window: Reading | None) -> Iterator[Any]:
-        """The average of each variable, one after the other: always a new array."""
-        self._require_whole()
+        """Yield the average of each variable, always a new array."""
+        self._require_complete()
         terms = self.clock.terms(window)
-        for i, summed in enumerate(self._sums):
+        for name, summed in self._sums.items():
+            means = [means.get(name) for means in self._means]
             yield sum(
-                weight * (summed if block == SUM else ops.convert_to_tensor(self._means[block][i]))
+                weight * (summed if block == SUM else ops.convert_to_tensor(means[block]))
                 for weight, block in terms
             )
 
     def state(self) -> dict[str, Any]:
-        """The state in the layout of `tailavg.io.state`."""
-        self._require_whole()
-        partial = {str(i): _in_main_memory(summed) for i, summed in enumerate(self._sums)}
-        nothing = {name: np.zeros_like(summed) for name, summed in partial.items()}
+        """Return the state in the layout of `tailavg.io.state`."""
+        self._require_complete()
+        partial, *blocks = (
+            {name: _in_main_memory(array) for name, array in arrays.items()}
+            for arrays in (self._sums, *self._means)
+        )
         starts = self.clock.starts
-        blocks = [
-            {str(i): _in_main_memory(mean) for i, mean in enumerate(means)} or nothing
-            for means in self._means[len(self._means) - len(starts) :]
-        ]
+        nothing = {name: np.zeros_like(summed) for name, summed in partial.items()}
         return layout.state(
             self.clock.rule,
             dtype="float32",
             count=self.clock.count,
             starts=starts,
-            blocks=blocks,
+            blocks=[block or nothing for block in blocks[len(blocks) - len(starts) :]],
             folded=self.clock.folded,
             partial=partial,
         )
@@ -407,26 +402,25 @@ class _Accumulators(Store):
             )
         count, starts, folded = state["count"], list(state["starts"]), state["folded"]
         layout.check_steps(count, starts, folded)
-        blocks, partial = layout.by_name(state, self.shapes)
+        shapes = {name: tuple(summed.shape) for name, summed in self._sums.items()}
+        blocks, partial = layout.by_name(state, shapes)
         self.clock.restore(count, starts, folded)
-        for i, summed in enumerate(self._sums):
-            self._sums[i] = _like(partial[str(i)], summed)
-        empty: list[list[Any]] = [[] for _ in range(len(self._means) - len(blocks))]
-        self._means = empty + [
-            [self._hold(_like(block[str(i)], summed)) for i, summed in enumerate(self._sums)]
-            for block in blocks
-        ]
+        for place, block in enumerate(blocks, start=len(self._means) - len(blocks)):
+            self._means[place] = {
+                name: self._stored(_like(mean, self._sums[name])) for name, mean in block.items()
+            }
+        self._sums = {name: _like(partial[name], summed) for name, summed in self._sums.items()}
 
-    def _require_whole(self) -> None:
-        if not self._whole:
+    def _require_complete(self) -> None:
+        if not self._complete:
             raise RuntimeError(
-                "the average is not whole: an update was interrupted half-way; resume from a "
+                "an update of the average was interrupted, so it cannot be read; resume from a "
                 "backup with a new TailAverage"
             )
 
 
 def _add(sums: list[Any], values: list[Any], factor: float | None) -> list[Any]:
-    """The sums with the values added; torch adds in place, and JAX if the sums are donated."""
+    """Return the sums with the values added, in-place: by torch, and by JAX as they are donated."""
     added = []
     for total, value in zip(sums, values, strict=True):
         wide = ops.cast(ops.stop_gradient(value), total.dtype)
@@ -441,44 +435,26 @@ if keras.backend.backend() == "jax":
     _add = jax.jit(_add, donate_argnums=0)  # one call, not one for each variable
 
 
-def _as_it_is(array: Any) -> Any:
-    return array
-
-
 def _in_main_memory(array: Any) -> npt.NDArray[Any]:
     return np.array(ops.convert_to_numpy(array))  # never the memory of the array itself
 
 
-def _wide_dtype(variable: Any) -> str:
-    return "float64" if variable.dtype == "float64" else "float32"
+def _wide_dtype(array: Any) -> str:
+    return "float64" if array.dtype == "float64" else "float32"
 
 
 def _like(saved: npt.NDArray[Any], array: Any) -> Any:
-    """An array from a file, as another array is."""
+    """Return an array from a file, in the dtype of another array, where the model is."""
     return ops.convert_to_tensor(
         np.array(saved), dtype=keras.backend.standardize_dtype(array.dtype)
     )
 
 
 def _saved(path: Path) -> dict[int, Path]:
-    """The saved states, by the iterations of the optimizer."""
-    found = path.glob("iteration-*") if path.is_dir() else ()
-    named = ((re.fullmatch(r"iteration-(\d+)", folder.name), folder) for folder in found)
-    return {int(name[1]): folder for name, folder in named if name}
-
-
-def _as_state(weights: list[npt.NDArray[Any]]) -> dict[str, Any]:
-    """Weights in the layout of a state, as the only sample."""
-    partial = {str(i): array for i, array in enumerate(weights)}
-    return layout.state(
-        AnytimeWindow(1),
-        dtype="float32",
-        count=1,
-        starts=[0],
-        blocks=[{}],
-        folded=0,
-        partial=partial,
-    )
+    """Return the folders of saved states, by the iterations of the optimizer."""
+    folders = path.glob("iteration-*") if path.is_dir() else ()
+    names = ((re.fullmatch(r"iteration-(\d+)", folder.name), folder) for folder in folders)
+    return {int(name[1]): folder for name, folder in names if name}
 
 
 def _unguard(model: Any) -> None:

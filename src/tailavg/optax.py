@@ -7,7 +7,6 @@ averaged_params(opt_state, params)                  # for evaluation
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -19,14 +18,15 @@ with needs("optax"):
     import jax
     import jax.numpy as jnp
     import optax
-    from jax import Array, lax
+    from jax import Array
 
 from tailavg.core.decay import Reading
 from tailavg.core.rules import Rule
 from tailavg.core.windows import AnyWindow
 from tailavg.jax import TreeState
 from tailavg.jax import tail_average as tree_average
-from tailavg.jax.reads import Weights, averages, each_weights, weights_of
+from tailavg.jax.reads import Weights, averages, each_weights, evaluated, weights_of
+from tailavg.jax.states import TreeReading
 from tailavg.jax.trees import BUNDLE
 
 _WRAPPERS = (optax.MaskedState, optax.transforms.PartitionState)
@@ -39,6 +39,10 @@ _CHANGERS = {
     "ScheduleFreeState",
     "SplitRealAndImaginaryState",
 }  # wrappers that change updates or parameters, from optax and optax.contrib
+_FLAT = (
+    "; inside optax.flatten the average is one flat vector: put the tail around it, with "
+    "with_tail_average(optax.flatten(tx), rule)"
+)
 
 Params = TypeVar("Params")
 
@@ -57,11 +61,7 @@ def tail_average(
     It must come last in its chain, since it cannot see what later transformations change.
     `with_tail_average` puts it last, and `averaged_params` raises if it is elsewhere.
 
-    Args:
-        rule: As for `tailavg.jax.tail_average`.
-        dtype: The dtype of the accumulators.
-        bundle: As for `tailavg.jax.tail_average`. `optax.tree_map_params` needs 0.
-        offload: As for `tailavg.jax.tail_average`.
+    For the arguments see `tailavg.jax.tail_average`; `optax.tree_map_params` needs `bundle=0`.
 
     Examples:
         >>> tx = optax.chain(optax.sgd(0.5), tail_average(2))
@@ -98,27 +98,21 @@ def with_tail_average(
 ) -> optax.GradientTransformationExtraArgs:
     """Make an optimizer average the parameters that it produces, for `averaged_params`.
 
-    Args:
-        tx: The complete optimizer, including learning rate and weight decay.
-        rule: As for `tailavg.jax.tail_average`.
-        dtype: The dtype of the accumulators.
-        bundle: As for `tailavg.jax.tail_average`. `optax.tree_map_params` needs 0.
-        offload: As for `tailavg.jax.tail_average`.
+    `tx` is the complete optimizer, including learning rate and weight decay. For the other
+    arguments see `tailavg.jax.tail_average`; `optax.tree_map_params` needs `bundle=0`.
     """
     return optax.chain(tx, tail_average(rule, dtype=dtype, bundle=bundle, offload=offload))
 
 
 @overload
 def averaged_params(
-    opt_state: Any, params: None = None, window: Reading | Array | None = None
+    opt_state: Any, params: None = None, window: TreeReading | None = None
 ) -> Any: ...
 @overload
 def averaged_params(
-    opt_state: Any, params: Params, window: Reading | Array | None = None
+    opt_state: Any, params: Params, window: TreeReading | None = None
 ) -> Params: ...
-def averaged_params(
-    opt_state: Any, params: Any = None, window: Reading | Array | None = None
-) -> Any:
+def averaged_params(opt_state: Any, params: Any = None, window: TreeReading | None = None) -> Any:
     """Find the averaged parameters anywhere in the state of an optimizer; may be jitted.
 
     Tails of different parameters, as under `optax.multi_transform`, are merged into one tree.
@@ -134,7 +128,7 @@ def averaged_params(
         ValueError: If the state has no tail, a misplaced one, or two of the same parameter.
     """
     states, params = _tails_and_params(opt_state, params)
-    return _assembled(states, [weights_of(state, window) for state in states], params)
+    return _assembled(states, params, [weights_of(state, window) for state in states])
 
 
 def evaluate_tails(
@@ -146,47 +140,12 @@ def evaluate_tails(
 ) -> Any:
     """Call a function with the parameters averaged over each window, in one program.
 
-    Only one average is in memory at a time.
-
-    Args:
-        function: Called with averaged parameters and `args`; returns arrays. It is traced once for
-            each number of windows.
-        opt_state: The state of an optimizer with an `AnyTail`, as for `averaged_params`.
-        windows: The windows to read it with: see `tailavg.jax.value`. An array has one in each
-            entry.
-        *args: Further arguments of the function, such as validation data.
-        params: As for `averaged_params`.
-
-    Returns:
-        What the function returned, stacked along a first axis.
-
-    Examples:
-        >>> from tailavg import AnyTail
-        >>> tx = with_tail_average(optax.sgd(0.5), AnyTail())
-        >>> params = jnp.array(0.0)
-        >>> state = tx.init(params)
-        >>> step = jax.jit(tx.update)
-        >>> for _ in range(1000):
-        ...     updates, state = step(jnp.array(-4.0), state, params)
-        ...     params = optax.apply_updates(params, updates)
-        >>> distance = lambda mean, target: abs(mean - target)
-        >>> evaluate_tails(distance, state, [0.25, 0.5, 1.0], 1500.0).round()
-        Array([256.,   4., 499.], dtype=float32)
+    As `tailavg.jax.evaluate_tails`, with the state of an optimizer, and `params` as for
+    `averaged_params`.
     """
     states, params = _tails_and_params(opt_state, params)
     weights = [each_weights(state, windows) for state in states]
-    return _evaluated(function, states, weights, params, args)
-
-
-@functools.partial(jax.jit, static_argnames="function")
-def _evaluated(
-    function: Callable[..., Any],
-    states: list[TreeState],
-    weights: list[Weights],
-    params: Any,
-    args: Any,
-) -> Any:
-    return lax.map(lambda rows: function(_assembled(states, rows, params), *args), weights)
+    return evaluated(_assembled, function, states, params, weights, args)
 
 
 def _tails_and_params(opt_state: Any, params: Any) -> tuple[list[TreeState], Any]:
@@ -200,30 +159,10 @@ def _tails_and_params(opt_state: Any, params: Any) -> tuple[list[TreeState], Any
             "opt_state: expected a state of tail_average in it, got none; "
             "make the optimizer with with_tail_average(tx, rule)"
         )
-    if params is not None:
-        _check_flat(states, params)
     return states, params
 
 
-def _check_flat(states: list[TreeState], params: Any) -> None:
-    """Raise inside `optax.flatten`, which is known only by the shape of the average."""
-    lengths = [state.sums.size for state in states if _is_vector(state.sums)]
-    if not lengths or _is_vector(params):
-        return
-    numbers = sum(map(jnp.size, jax.tree.leaves(params)))
-    if sum(lengths) == numbers:
-        raise ValueError(
-            "opt_state: expected an average with the structure of params, got a flat vector of "
-            f"{numbers} numbers, as inside optax.flatten; put the tail around it: "
-            "with_tail_average(optax.flatten(tx), rule)"
-        )
-
-
-def _is_vector(tree: Any) -> bool:
-    return jax.tree_util.all_leaves([tree]) and jnp.ndim(tree) == 1
-
-
-def _assembled(states: list[TreeState], weights: list[Weights], params: Any) -> Any:
+def _assembled(states: list[TreeState], params: Any, weights: list[Weights]) -> Any:
     """Return the averages of all states, with these weights, in one tree."""
     averaged: Any = optax.MaskedNode()
     for state, state_weights in zip(states, weights, strict=True):
@@ -282,7 +221,9 @@ def _merged(a: Any, b: Any, what: Literal["opt_state", "params"] = "opt_state") 
         return b if what == "opt_state" else jax.tree.map(jnp.copy, b)
     (children, structure), (others, other) = _children(a), _children(b)
     if structure != other:
-        raise ValueError(f"{what}: expected the structure of the average, {structure}, got {other}")
+        raise ValueError(
+            f"{what}: expected the structure of the average, {structure}, got {other}{_FLAT}"
+        )
     if not jax.tree_util.all_leaves([a]):
         pairs = zip(children, others, strict=True)
         return structure.unflatten([_merged(*pair, what) for pair in pairs])
@@ -292,7 +233,8 @@ def _merged(a: Any, b: Any, what: Literal["opt_state", "params"] = "opt_state") 
             "state that has the one you want, such as opt_state[-1]"
         )
     if jnp.shape(a) != jnp.shape(b):
-        raise ValueError(f"params: expected a leaf of shape {jnp.shape(a)}, got {jnp.shape(b)}")
+        shapes = f"shape {jnp.shape(a)}, got {jnp.shape(b)}"
+        raise ValueError(f"params: expected a leaf of {shapes}{_FLAT}")
     return a
 
 

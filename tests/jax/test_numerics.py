@@ -12,7 +12,6 @@ from tailavg import AnytimeWindow, Exponential, Growing, TailAverage
 from tailavg.core.clock import starts_at
 from tailavg.io.state import state as layout
 from tailavg.jax import tail_average
-from tailavg.jax.clock import traced
 from tests.support.cases import of_rules
 from tests.support.effort import some
 from tests.support.jax_trees import row, run, two_leaves
@@ -74,7 +73,7 @@ def program(rule, steps):
     average = tail_average(rule)
 
     def look(state, _):
-        step, _ = state.clock.step(traced(rule), state.updates)
+        step, _ = state.clock.step(rule, state.updates)
         state = average.update(state, {})
         weights = state.clock.weights(state.updates, state.size)
         return state, (state.updates, state.clock, step, weights)

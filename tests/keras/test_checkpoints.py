@@ -156,7 +156,7 @@ def test_a_new_run_replaces_the_states_of_an_old_one(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["average/open.safetensors", "average/state.json", "weights/open.safetensors"]
+    "name", ["average/open.safetensors", "average/state.json", "weights.safetensors"]
 )
 def test_a_damaged_state(tmp_path, name):
     made = model()

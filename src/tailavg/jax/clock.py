@@ -1,20 +1,16 @@
 """The clock of `tailavg.core.clock`, with traced fields.
 
-The windows and rules of core decide; only their arithmetic on traced steps is defined here. Steps
-are integers, of 32 bits without x64, and blocks turn at the same samples as in NumPy. An `AnyTail`
-looks its turns up in a table. A table would be too long for an `AnytimeWindow`: with three
-accumulators and a fraction c, it turns 2 / c times while the stream grows by a factor of e. Weights
-are float32 without x64.
+When blocks close depends on the step alone. So the clock of core computes the turns of a rule once,
+when an update is traced, and the traced clock looks them up (`_Turns`): blocks close at the same
+samples as in NumPy. Steps are integers, of 32 bits without x64; weights are float32 without x64.
 """
 
 from __future__ import annotations
 
 import math
-from copy import copy
-from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -26,7 +22,7 @@ from tailavg.core import equation
 from tailavg.core.clock import FOLD, SMALLEST
 from tailavg.core.decay import Decay
 from tailavg.core.rules import AnyTail, AnytimeWindow, Exponential
-from tailavg.core.windows import BITS, TIE, Fixed, Growing, Steps, Window, fraction
+from tailavg.core.windows import NEVER, TIE, Growing, Window
 
 __all__ = [
     "Merge",
@@ -35,19 +31,19 @@ __all__ = [
     "TracedDecay",
     "TracedRule",
     "TracedTails",
+    "array_size",
+    "blocks_at",
     "first_clock",
     "restored",
+    "serves",
     "size_at",
-    "traced",
-    "traced_decay",
-    "traced_size",
     "traced_window",
 ]
 
 TracedRule = AnytimeWindow | Exponential | AnyTail
 """The rules that can be followed inside `jax.jit`."""
 
-_MOST_TURNS = 50_000  # of an AnyTail, until the last step
+_MOST_TURNS = 400_000  # in a table, which then takes 3 MB, and a second to make
 
 
 def _last() -> int:
@@ -55,44 +51,7 @@ def _last() -> int:
     return int(np.iinfo(jnp.result_type(int)).max)
 
 
-def _later(step: Array, n: int) -> Array:
-    """Return step + n, or the last step."""
-    n = min(n, _last())
-    return jnp.where(step > _last() - n, _last(), step + n)
-
-
-def _stretched(step: Array, ratio: int) -> Array:
-    """Return the first step that is not before `step` times `ratio` / 2⁶⁰, or the last step.
-
-    The product does not fit an integer, so each byte of `step` is multiplied separately: by the
-    whole part of the ratio at that byte, and by three digits of 20 bits of its fraction.
-    """
-    last = _last()
-    whole: Any = 0
-    digits: list[Any] = [0, 0, 0]
-    for at in range(0, last.bit_length(), 8):
-        byte, shifted = step >> at & 255, ratio << at
-        whole = whole + byte * min(shifted >> BITS, last)
-        digits = [
-            digit + byte * (shifted >> 20 * place & (1 << 20) - 1)
-            for place, digit in enumerate(digits)
-        ]
-    carry = 0
-    for digit in digits:  # the lowest first; each is rounded up
-        carry = -(-(digit + carry) >> 20)
-    return jnp.where(step > (last << BITS) // ratio, last, whole + carry)
-
-
-TRACED = Steps(_last, _later, jnp.maximum, jnp.where, _stretched)
-
-
-class _TracedFixed(Fixed):
-    steps: ClassVar[Steps] = TRACED
-
-
 class _TracedGrowing(Growing):
-    steps: ClassVar[Steps] = TRACED
-
     def size(self, t: Any) -> Any:
         """Return k_t."""
         over, under, exact = self.ratio
@@ -107,12 +66,11 @@ class _TracedGrowing(Growing):
         """
         k, before = self.size(t), self.size(t - 1)
         growth = jnp.where(before > 1.0, self.c, k - before)
-        if self.at_most is None or self._capped_from > _last():
+        capped = self.steady_from
+        if capped > _last():
             return growth
-        capped = self._capped_from
-        before_it = max(Fraction(1), fraction(self.c) * (capped - 1))
-        left = float(max(Fraction(0), self.at_most - before_it))
-        return jnp.where(t < capped, growth, jnp.where(t == capped, left, 0.0))
+        remainder = Growing(self.c, self.at_most).growth(capped)
+        return jnp.where(t < capped, growth, jnp.where(t == capped, remainder, 0.0))
 
 
 def _near_integer(k: Array, exact: bool = False) -> Array:
@@ -127,21 +85,16 @@ def _near_integer(k: Array, exact: bool = False) -> Array:
 
 @lru_cache
 def traced_window(window: Window) -> Window:
-    """Return the same window, for traced steps."""
-    if isinstance(window, Fixed):
-        return _TracedFixed(window.k)
-    return _TracedGrowing(window.c, window.at_most)
+    """Return the same window, whose `size` and `growth` take traced steps."""
+    return _TracedGrowing(window.c, window.at_most) if isinstance(window, Growing) else window
 
 
-@lru_cache
-def traced_decay(decay: Decay) -> Decay:
-    """Return the same decay, for traced steps."""
-    traced = copy(decay)  # the constructor checks the function, which is impossible inside jit
-    object.__setattr__(traced, "window", traced_window(decay.window))
-    return traced
+def size_at(rule: TracedRule, t: Any) -> Any:
+    """Return k_t; of an `AnyTail`, the size of the shortest window that it can be read with."""
+    return rule.shortest * t if isinstance(rule, AnyTail) else traced_window(rule.window).size(t)
 
 
-def traced_size(window: Any, t: Array) -> Array:
+def array_size(window: Any, t: Array) -> Array:
     """Return k_t of a count or a fraction that is an array; NaN if it is out of range."""
     window = jnp.asarray(window)
     real: Any = jnp.result_type(float)
@@ -153,57 +106,54 @@ def traced_size(window: Any, t: Array) -> Array:
     return jnp.where((c > 0) & (c <= 1), jnp.maximum(_near_integer(c * t), 1.0), jnp.nan)
 
 
-class _TracedTail(AnyTail):
-    """An `AnyTail` that looks up its turns, which depend on the step alone."""
+class _Turns(NamedTuple):
+    """The table of a rule's turns. Once its window is constant, turns repeat with a period."""
 
-    def closes(self, starts: Any) -> Any:
-        """Return the step after which the open block takes no more samples."""
-        return self._turn(starts)[0]
+    ends: npt.NDArray[Any]
+    """The steps after which blocks close. The last of them repeat."""
+    gone: npt.NDArray[Any]
+    """For each, the block that makes room: it is merged with the one before; 0 is given up."""
+    repeat_from: int
+    """The step from which on turns repeat."""
+    period: int
 
-    def gone(self, starts: Any) -> Any:
-        """Return the block that makes room when the open one is closed; 0 if none is merged."""
-        return self._turn(starts)[1]
+    def at(self, t: Array, start: Array) -> tuple[Array, Any]:
+        """Return whether the block from `start` on closes at step t, and the one that makes room.
 
-    def _turn(self, starts: Any) -> tuple[Array, Array]:
-        ends, gone = map(jnp.asarray, _turns(AnyTail(self.accumulators, self.shortest), _last()))
-        closed = (ends <= starts[-1]).sum()
-        return ends[closed], gone[closed]
+        Both steps are moved back to the first period: the end of the block may overflow.
+        """
+        ends = jnp.asarray(self.ends)
+        periods = jnp.maximum(start - self.repeat_from, 0) // self.period * self.period
+        turn = (ends <= start - periods).sum()
+        gone = jnp.asarray(self.gone)[turn] if self.gone.any() else 0
+        return t - periods >= ends[turn], gone
 
 
 @lru_cache
-def _turns(rule: AnyTail, last: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Return the steps at which blocks are closed, and the block that then makes room.
-
-    There are a few hundred turns, since blocks grow with the stream.
-    """
+def _turns(rule: AnytimeWindow | AnyTail, last: int) -> _Turns:
+    """Return the turns until the last step, or until they repeat."""
     clock = core.BlockClock(rule)
-    ends, gone = [], []
+    steady = NEVER if isinstance(rule, AnyTail) else rule.window.steady_from
+    ends: list[int] = []
+    gone: list[int] = []
+    opened_at: dict[tuple[int, ...], int] = {}  # by the sizes of the blocks before the open one
     while clock.closes < last:
+        if clock.blocks[1] >= steady:  # from here on, the sizes decide when the open block closes
+            sizes = tuple(end - start for start, end in pairwise(clock.blocks))
+            start = opened_at.setdefault(sizes, clock.blocks[-1])
+            if start < clock.blocks[-1]:
+                period = clock.blocks[-1] - start
+                return _Turns(np.array(ends), np.array(gone), start, period)
         clock.count = clock.closes
         ends.append(clock.count)
         room = clock.turn()
         gone.append(room[0] if room else 0)
         if len(ends) > _MOST_TURNS:
             raise ValueError(
-                f"rule: expected an AnyTail that merges at most {_MOST_TURNS} times in {last} "
-                f"steps, got {rule}; make shortest larger, or take fewer accumulators"
+                f"rule: expected one whose blocks close at most {_MOST_TURNS:,} times in {last:,} "
+                f"steps, got {rule}; take a larger fraction, or fewer accumulators"
             )
-    return np.array([*ends, last]), np.array([*gone, 0])
-
-
-@lru_cache
-def traced(rule: Any) -> Any:
-    """Return the same rule, for traced steps."""
-    if isinstance(rule, AnyTail):
-        return _TracedTail(rule.accumulators, rule.shortest)
-    if isinstance(rule, Exponential):
-        return Exponential(traced_window(rule.window))
-    return AnytimeWindow(traced_window(rule.window), rule.accumulators, rule.turns)
-
-
-def size_at(rule: TracedRule, t: Any) -> Any:
-    """Return k_t; of an `AnyTail`, the size of the shortest window that it can be read with."""
-    return rule.shortest * t if isinstance(rule, AnyTail) else rule.size(t)
+    return _Turns(np.array([*ends, last]), np.array([*gone, 0]), last, 1)
 
 
 class Step(NamedTuple):
@@ -250,27 +200,21 @@ class TracedBlocks(NamedTuple):
     places: Array
     """The place of the mean of each block."""
 
-    def serves(self, rule: TracedRule) -> bool:
-        """Return whether this is a clock of such a rule, with as many accumulators."""
-        return isinstance(rule, AnytimeWindow) and rule.accumulators == len(self.starts)
-
-    def step(self, rule: Any, t: Array) -> tuple[Step, TracedBlocks]:
+    def step(self, rule: AnytimeWindow | AnyTail, t: Array) -> tuple[Step, TracedBlocks]:
         """Return what to do with the sample after step t, and the clock after that sample."""
         starts, places = self.starts, self.places
-        closed = t >= rule.closes(list(starts))
+        closed, gone = _turns(rule, _last()).at(t, starts[-1])
         rest, size = t - self.folded, t - starts[-1]
         folds = (t == 0) | (rest >= FOLD) | closed
-        gone: Any = 0  # the block that makes room
         merge = None
-        if isinstance(rule, _TracedTail):
-            gone = rule.gone(starts)
+        if isinstance(rule, AnyTail):
             before, start, end = (
                 jnp.append(starts, t)[jnp.maximum(gone, 1) + step] for step in (-1, 0, 1)
             )
             merge = Merge(
                 merges=closed & (gone > 0),
-                source=places[gone],
-                target=places[gone - 1],
+                source=places[gone].astype(jnp.uint32),
+                target=places[gone - 1].astype(jnp.uint32),
                 weight=(end - start) / jnp.maximum(end - before, 1),
             )
         step = Step(
@@ -292,37 +236,21 @@ class TracedBlocks(NamedTuple):
         )
         return step, clock
 
-    def weights(self, t: Array, k: Array | Decay) -> tuple[Array, Array]:
-        """Return the weights of the means, by place, and of the sum, at step t.
-
-        k is the size of the window, or a decay.
-        """
+    def weights(self, t: Array, k: Array, decay: Decay | None = None) -> tuple[Array, Array]:
+        """Return the weights of the means, by place, and of the sum, for a window of k samples."""
         starts, places = self.starts, self.places
         t = jnp.maximum(t, 1)  # at step 0 the sum is the tree given to `init`, as one sample
-        ends = jnp.append(starts[1:], t)
         real: Any = jnp.result_type(float)
-        if isinstance(k, Decay):
-            most = jnp.minimum(t, k.size(t))
-            weights = k.of_ages(
-                (t - ends).astype(real), (t - starts).astype(real), most.astype(real), jnp
-            )
+        ends = jnp.append(starts[1:], t)
+        newer = (t - ends).astype(real)
+        if decay is None:
+            weights = _read((ends - starts).astype(real), newer, k)
         else:
-            sizes, newer = (ends - starts).astype(real), (t - ends).astype(real)
-            weights = _read(sizes, newer, k)
+            weights = decay.of_ages(newer, (t - starts).astype(real), jnp.minimum(t, k), jnp)
         of_sum = weights[-1] / (t - starts[-1])
         weights = jnp.append(weights[:-1], of_sum * (self.folded - starts[-1]))
         in_place = places[:, None] == jnp.arange(len(starts))
         return jnp.where(in_place, weights[:, None], 0.0).sum(axis=0), of_sum
-
-    def carry(self, rule: TracedRule) -> Any:
-        """Return the factor of an error of the open block's mean in the sum."""
-        return int(self.folded - self.starts[-1])
-
-    def blocks(self, t: int) -> tuple[list[int], list[int]]:
-        """Return the starts of the blocks at step t and the places of their means, oldest first."""
-        starts = [int(start) for start in self.starts]
-        used = [i for i, (start, end) in enumerate(pairwise([*starts, t])) if start < end]
-        return [starts[i] for i in used], [int(self.places[i]) for i in used]
 
 
 def _read(sizes: Array, newer: Array, k: Array) -> Array:
@@ -341,10 +269,6 @@ class TracedTails(TracedBlocks):
 
     __slots__ = ()
 
-    def serves(self, rule: TracedRule) -> bool:
-        """Return whether this is a clock of such a rule, with as many accumulators."""
-        return isinstance(rule, AnyTail) and rule.accumulators == len(self.starts)
-
 
 class TracedDecay(NamedTuple):
     """The fields of a `tailavg.core.clock.DecayClock`, with running totals for its tables."""
@@ -358,13 +282,9 @@ class TracedDecay(NamedTuple):
     decayed: Array
     """The logarithm of G at the last of them."""
 
-    def serves(self, rule: TracedRule) -> bool:
-        """Return whether this is a clock of such a rule, with as many accumulators."""
-        return isinstance(rule, Exponential)
-
     def step(self, rule: Exponential, t: Array) -> tuple[Step, TracedDecay]:
         """Return what to do with the sample after step t, and the clock after that sample."""
-        weight = jnp.asarray(rule.weight(t + 1))
+        weight = jnp.asarray(Exponential(traced_window(rule.window)).weight(t + 1))
         decayed = self.decayed + jnp.log1p(-weight)
         rest = t - self.folded
         folds = (rest == 0) | (rest >= FOLD) | (decayed < math.log(SMALLEST))
@@ -388,37 +308,39 @@ class TracedDecay(NamedTuple):
         )
         return step, clock
 
-    def weights(self, t: Array, k: Array) -> tuple[Array, Array]:
+    def weights(self, t: Array, k: Array, decay: Decay | None = None) -> tuple[Array, Array]:
         """Return the weights of the mean and of the sum."""
         return (1.0 - self.share)[None], self.share / self.total
 
-    def carry(self, rule: TracedRule) -> Any:
-        """Return the factor of an error of the mean in the sum."""
-        assert isinstance(rule, Exponential)
-        return float(rule.decay(int(self.folded) + 1))
 
-    def blocks(self, t: int) -> tuple[list[int], list[int]]:
-        """Return the start of the only block, and the place of its mean."""
-        return ([0], [0]) if t else ([], [])
+_KINDS: Any = {AnytimeWindow: TracedBlocks, AnyTail: TracedTails, Exponential: TracedDecay}
+
+
+def serves(clock: TracedBlocks | TracedDecay, rule: TracedRule) -> bool:
+    """Return whether this is a clock of such a rule, with as many accumulators."""
+    means = len(clock.starts) if isinstance(clock, TracedBlocks) else 1
+    return type(clock) is _KINDS[type(rule)] and means == rule.accumulators
 
 
 def first_clock(rule: TracedRule) -> TracedBlocks | TracedDecay:
     """Return the clock before the first sample: the sum is the tree given to `init`."""
     integer: Any = jnp.result_type(int)
-    real: Any = jnp.result_type(float)
+    folded = jnp.zeros((), integer)
     if isinstance(rule, Exponential):
-        return TracedDecay(
-            folded=jnp.zeros((), integer),
-            share=jnp.ones((), real),
-            total=jnp.ones((), real),
-            decayed=jnp.zeros((), real),
-        )
+        one = jnp.ones((), jnp.result_type(float))
+        return TracedDecay(folded, share=one, total=jnp.copy(one), decayed=jnp.zeros_like(one))
     kind = TracedTails if isinstance(rule, AnyTail) else TracedBlocks
-    return kind(
-        folded=jnp.zeros((), integer),
-        starts=jnp.zeros(rule.accumulators, integer),
-        places=jnp.arange(rule.accumulators, dtype=integer),
-    )
+    places = jnp.arange(rule.accumulators, dtype=integer)
+    return kind(folded, starts=jnp.zeros_like(places), places=places)
+
+
+def blocks_at(clock: TracedBlocks | TracedDecay, t: int) -> tuple[list[int], list[int]]:
+    """Return the starts of the blocks at step t and the places of their means, oldest first."""
+    starts, places = [0], [0]
+    if isinstance(clock, TracedBlocks):
+        starts, places = np.asarray(clock.starts).tolist(), np.asarray(clock.places).tolist()
+    used = [i for i, (start, end) in enumerate(pairwise([*starts, t])) if start < end]
+    return [starts[i] for i in used], [places[i] for i in used]
 
 
 def restored(clock: core.Clock) -> dict[str, Any]:

@@ -12,22 +12,20 @@ sums from the new means; an optimization barrier keeps this order.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Iterable, Sequence
-from itertools import accumulate
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from tailavg.jax.clock import Merge, Step
+from tailavg.jax.states import Bundle, split_leaves
 
 __all__ = [
-    "Accumulators",
-    "Bundle",
     "combined",
     "concatenated",
     "cut",
@@ -40,38 +38,23 @@ __all__ = [
 ]
 
 
-class Bundle(NamedTuple):
-    """The means of small leaves, side by side."""
-
-    means: Array
-    """For each block, the means of all leaves."""
-    errors: Array
-    """The rounding error of the last fold into the mean of the open block."""
-
-
-class Accumulators(NamedTuple):
-    """The sums and means of large leaves, and of bundles of small ones."""
-
-    means: list[Array]
-    sums: list[Array]
-    bundles: dict[str, Bundle]
-    small: dict[str, list[Array]]
-    """The sums of the leaves in each bundle."""
-
-
-def fold_if_due(step: Step, before: Accumulators) -> Accumulators:
+def fold_if_due(
+    step: Step, sums: list[Any], means: list[Any], bundles: dict[str, Bundle]
+) -> tuple[list[Any], list[Any], dict[str, Bundle]]:
     """Merge the sums into the means if that is due, and start new sums."""
+    large, small = split_leaves(sums, means)
     merge, weight = step.merge, jnp.asarray(step.weight)
-    slot, scale = step.slot, 1.0 / step.total
+    slot, scale = jnp.uint32(step.slot), 1.0 / step.total
     # the joint mean is m + w (own - m), so that is w / (1 - w) (own - joint mean) more than m
     ratio = weight / jnp.where(step.carries, 1.0 - weight, 1.0)
     carry = jnp.where(step.carries, step.carry, 0)
 
-    def fold(means: Any, sums: Any, bundles: Any, small: Any) -> Any:
-        means = [_joint(*pair, slot, scale, weight) for pair in _pairs(means, sums)]
+    def fold(means: Any, sums: Any, bundles: Any, small_sums: Any) -> Any:
+        means = [_joint(*pair, slot, scale, weight) for pair in zip(means, sums, strict=True)]
         means, sums = _in_order(means, sums)
-        sums = [_new_sum(*pair, slot, scale, ratio, carry, merge) for pair in _pairs(means, sums)]
-        bundles = {name: bundled(bundles[name], concatenated(small[name])) for name in bundles}
+        pairs = zip(means, sums, strict=True)
+        sums = [_new_sum(*pair, slot, scale, ratio, carry, merge) for pair in pairs]
+        bundles = {name: bundled(bundles[name], concatenated(small_sums[name])) for name in bundles}
         return means, sums, bundles, jnp.array(True)
 
     def bundled(bundle: Bundle, total: Array) -> Bundle:
@@ -81,39 +64,46 @@ def fold_if_due(step: Step, before: Accumulators) -> Accumulators:
         lost = _rounding_error(means, total, slot, scale, ratio, error)
         return Bundle(means, _placed_like(bundle.errors, _finite(_zero_if(~step.carries, lost))))
 
+    def merged(merge: Merge, means: Any, sums: Any, bundles: Any) -> Any:
+        one = merge.merges.astype(float)  # XLA would optimize a constant away
+        into = merge.target, one, merge.weight
+        means = [_joint(*pair, *into) for pair in zip(means, sums, strict=True)]
+        # zeros, computed from both: after the means, and in-place of the sums
+        sums = [
+            _zero_if(merge.merges, lax.add(total, _mean(mean, merge.target)))
+            for mean, total in zip(means, sums, strict=True)
+        ]
+        joint = {
+            name: _joint(bundle.means, _mean(bundle.means, merge.source), *into)
+            for name, bundle in bundles.items()
+        }
+        return means, sums, {name: bundles[name]._replace(means=joint[name]) for name in joint}
+
     # `done` is known only after all sums are read, so the small sums can then change in-place.
-    means, sums, bundles, done = lax.cond(
+    own_means, own_sums, bundles, done = lax.cond(
         step.folds,
         fold,
         lambda means, sums, bundles, _: (means, sums, bundles, jnp.array(False)),
-        *before,
+        [means[i] for i in large],
+        [sums[i] for i in large],
+        bundles,
+        {name: [sums[i] for i in group] for name, group in small.items()},
     )
-    small = {
-        name: [_zero_if(done, total) for total in totals] for name, totals in before.small.items()
-    }
     if merge is not None:
-
-        def merged(means: Any, sums: Any, bundles: Any) -> Any:
-            one = merge.merges.astype(float)  # XLA would optimize a constant away
-            into = merge.target, one, merge.weight
-            means = [_joint(*pair, *into) for pair in _pairs(means, sums)]
-            # zeros, computed from both: after the means, and in-place of the sums
-            sums = [
-                _zero_if(merge.merges, lax.add(total, _mean(mean, merge.target)))
-                for mean, total in _pairs(means, sums)
-            ]
-            bundles = {
-                name: bundle._replace(
-                    means=_joint(bundle.means, _mean(bundle.means, merge.source), *into)
-                )
-                for name, bundle in bundles.items()
-            }
-            return means, sums, bundles
-
-        means, sums, bundles = lax.cond(
-            merge.merges & done, merged, lambda *same: same, means, sums, bundles
+        own_means, own_sums, bundles = lax.cond(
+            merge.merges & done,
+            functools.partial(merged, merge),
+            lambda *same: same,
+            own_means,
+            own_sums,
+            bundles,
         )
-    return Accumulators(means, sums, bundles, small)
+    sums, means = list(sums), list(means)
+    for i, mean, total in zip(large, own_means, own_sums, strict=True):
+        means[i], sums[i] = mean, total
+    for i in itertools.chain(*small.values()):
+        sums[i] = _zero_if(done, sums[i])
+    return sums, means, bundles
 
 
 # These two are traced once for all leaves of a shape.
@@ -132,7 +122,8 @@ def _joint(
     change = times(weight, lax.sub(own, _finite(mean)))
     if error is not None:
         change = lax.add(times(1.0 - weight, lax.expand_dims(error, (0,))), change)
-    return _updated(means, lax.add(change, mean), slot)
+    joint = _placed_like(means, lax.add(change, mean))
+    return lax.dynamic_update_slice_in_dim(means, joint, slot, 0)
 
 
 @functools.partial(jax.jit, inline=True)
@@ -159,10 +150,6 @@ def _rounding_error(
         change = lax.add(error, change)
     old = lax.sub(mean, change)
     return lax.sub(change, lax.sub(mean, old))
-
-
-def _pairs(means: list[Array], sums: list[Array]) -> Iterable[tuple[Array, Array]]:
-    return zip(means, sums, strict=True)
 
 
 def _in_order(*arrays: Any) -> Any:
@@ -203,7 +190,7 @@ def concatenated(arrays: Sequence[Array]) -> Array:
 def starts_of(shapes: Sequence[tuple[int, ...]]) -> list[Array]:
     """Return where each array begins in the result of `concatenated`."""
     sizes = map(math.prod, shapes)
-    return [jnp.uint32(start) for start in [*accumulate(sizes, initial=0)][:-1]]
+    return [jnp.uint32(start) for start in [*itertools.accumulate(sizes, initial=0)][:-1]]
 
 
 def cut(row: Array, starts: Sequence[Array], shapes: Sequence[tuple[int, ...]]) -> list[Array]:
@@ -255,24 +242,17 @@ def _placed_like(other: Array, array: Array) -> Array:
     return jax.device_put(array, jax.memory.Space.Host) if _is_on_host(other) else array
 
 
-def _row(means: Array, slot: Any) -> Array:
+# Slots are unsigned: JAX checks whether a signed index is negative.
+
+
+def _row(means: Array, slot: Array) -> Array:
     """Return one of the means, with its first axis."""
-    start = _start(means, slot)
-    return on_device(lax.dynamic_slice(means, start, (1, *means.shape[1:])))
+    return on_device(lax.dynamic_slice_in_dim(means, slot, 1))
 
 
-def _mean(means: Array, slot: Any) -> Array:
+def _mean(means: Array, slot: Array) -> Array:
     """Return one of the means."""
     return lax.squeeze(_row(means, slot), (0,))
-
-
-def _updated(means: Array, mean: Array, slot: Any) -> Array:
-    return lax.dynamic_update_slice(means, _placed_like(means, mean), _start(means, slot))
-
-
-def _start(means: Array, slot: Any) -> list[Any]:
-    """Return the index of a mean, unsigned: JAX checks whether a signed index is negative."""
-    return [lax.convert_element_type(slot, np.uint32), *[np.uint32(0)] * (means.ndim - 1)]
 
 
 def _zero_if(flag: Array, array: Array) -> Array:

@@ -13,22 +13,24 @@ from jax import Array, lax
 
 from tailavg.core.decay import Decay, Reading
 from tailavg.core.windows import TIE, as_window
-from tailavg.jax.clock import (
-    TracedBlocks,
-    TracedDecay,
-    TracedTails,
-    traced_decay,
-    traced_size,
-    traced_window,
-)
+from tailavg.jax.clock import TracedBlocks, TracedDecay, TracedTails, array_size, traced_window
 from tailavg.jax.folds import combined, cut, on_device, starts_of, weighted
-from tailavg.jax.states import Like, Tree, TreeState, aligned, overflowed, split_leaves
+from tailavg.jax.states import (
+    Like,
+    Tree,
+    TreeReading,
+    TreeState,
+    aligned,
+    overflowed,
+    split_leaves,
+)
 
 __all__ = [
     "Weights",
     "averages",
     "each_weights",
     "evaluate_tails",
+    "evaluated",
     "size_read",
     "value",
     "weights_of",
@@ -39,10 +41,10 @@ Weights = tuple[Array, Array]
 
 
 @overload
-def value(state: TreeState, like: None = None, window: Reading | Array | None = None) -> Tree: ...
+def value(state: TreeState, like: None = None, window: TreeReading | None = None) -> Tree: ...
 @overload
-def value(state: TreeState, like: Like, window: Reading | Array | None = None) -> Like: ...
-def value(state: TreeState, like: Tree = None, window: Reading | Array | None = None) -> Tree:
+def value(state: TreeState, like: Like, window: TreeReading | None = None) -> Like: ...
+def value(state: TreeState, like: Tree = None, window: TreeReading | None = None) -> Tree:
     """Return the average, as a new tree; before the first update, the tree given to `init`.
 
     Args:
@@ -88,52 +90,46 @@ def evaluate_tails(
 
     Returns:
         What the function returned, stacked along a first axis.
-
-    Examples:
-        >>> from tailavg import AnyTail
-        >>> from tailavg.jax import tail_average
-        >>> average = tail_average(AnyTail())
-        >>> state = average.init(0.0)
-        >>> update = jax.jit(average.update)
-        >>> for x in range(1000):
-        ...     state = update(state, x)
-        >>> distance = lambda mean, target: abs(mean - target)
-        >>> evaluate_tails(distance, state, [0.25, 0.5, 1.0], 700.2).round()
-        Array([177.,  51., 201.], dtype=float32)
     """
-    return _evaluated(function, state, each_weights(state, windows), args, like)
+    return evaluated(averages, function, state, like, each_weights(state, windows), args)
+
+
+@functools.partial(jax.jit, static_argnames=("assemble", "function"))
+def evaluated(
+    assemble: Callable[..., Tree],
+    function: Callable[..., Any],
+    state: Any,
+    like: Tree,
+    weights: Any,
+    args: Any,
+) -> Any:
+    """Call a function with the averages that `assemble` makes with each of the stacked weights."""
+    return lax.map(lambda each: function(assemble(state, like, each), *args), weights)
 
 
 def each_weights(state: TreeState, windows: Sequence[Reading] | Array) -> Weights:
     """Return the weights of several windows, stacked."""
-    stacked: Weights
-    if isinstance(windows, jax.Array | np.ndarray):
-        stacked = jax.vmap(lambda window: weights_of(state, window))(windows)
-    elif windows:
-        each = [weights_of(state, window) for window in windows]
-        stacked = jax.tree.map(lambda *rows: jnp.stack(rows), *each)
-    else:
+    if _is_array(windows):
+        return jax.vmap(lambda window: weights_of(state, window))(windows)
+    if not windows:
         raise ValueError("windows: expected at least one, got none")
+    each = [weights_of(state, window) for window in windows]
+    stacked: Weights = jax.tree.map(lambda *rows: jnp.stack(rows), *each)
     return stacked
 
 
-@functools.partial(jax.jit, static_argnames="function")
-def _evaluated(
-    function: Callable[..., Any], state: TreeState, weights: Weights, args: Any, like: Tree
-) -> Any:
-    return lax.map(lambda row: function(averages(state, like, row), *args), weights)
-
-
-def weights_of(state: TreeState, window: Reading | Array | None) -> Weights:
+def weights_of(state: TreeState, window: TreeReading | None) -> Weights:
     """Return the weights of the means and of the sum in the average."""
     reading = _reading(state, window)
-    array, static = (reading, None) if _is_array(reading) else (None, reading)
-    weights: Weights = _weights(state.clock, state.updates, state.size, array, static)
+    decay = reading if isinstance(reading, Decay) else None
+    k = _size(state, reading)
+    weights: Weights = _weights(state.clock, state.updates, state.size, k, decay)
     return weights
 
 
-def _is_array(window: Any) -> bool:
-    return isinstance(window, jax.Array | np.ndarray)
+def size_read(state: TreeState, window: TreeReading | None) -> Array:
+    """Return k_t of the window with which the state is read."""
+    return _size(state, _reading(state, window))
 
 
 def _reading(state: TreeState, window: Any) -> Any:
@@ -141,11 +137,12 @@ def _reading(state: TreeState, window: Any) -> Any:
 
     Raise if the window is too short, where the state is known.
     """
-    known = not isinstance(state.size, jax.core.Tracer)
-    if known and np.isnan(state.size).any():
+    known = not isinstance(state.updates, jax.core.Tracer)
+    if known and np.any(overflowed(state.updates)):
         raise ValueError(
-            "state: expected one that was updated by the rule it was made with, got one that "
-            "another rule has tried to update; use the same rule, and the average goes on"
+            "state: expected one that only the rule it was made with has updated, got one that "
+            "another rule has updated inside jax.jit, or that has had too many updates; resume "
+            "from an earlier state"
         )
     if not isinstance(state.clock, TracedTails):
         if window is not None:
@@ -161,7 +158,7 @@ def _reading(state: TreeState, window: Any) -> Any:
     reading = window if isinstance(window, Decay) else as_window(window)
     if isinstance(reading, Decay) and reading.shape == "linear":
         reading = reading.window
-    if known and not isinstance(state.updates, jax.core.Tracer) and not np.ndim(state.updates):
+    if known and not np.ndim(state.updates):
         t, least = int(state.updates), float(state.size)
         if t and reading.size(t) < least * (1 - _tie(state.size.dtype)):
             raise ValueError(
@@ -171,14 +168,8 @@ def _reading(state: TreeState, window: Any) -> Any:
     return reading
 
 
-def size_read(state: TreeState, window: Reading | None) -> Array:
-    """Return k_t of the window with which the state is read."""
-    reading = _reading(state, window)
-    if reading is None:
-        return state.size
-    k: Any = _traced_reading(state.updates, None, reading)
-    size: Array = k.size(state.updates) if isinstance(k, Decay) else k
-    return size
+def _is_array(window: Any) -> bool:
+    return isinstance(window, jax.Array | np.ndarray)
 
 
 def _tie(dtype: Any) -> float:
@@ -186,27 +177,25 @@ def _tie(dtype: Any) -> float:
     return float(TIE) if dtype == np.float64 else 1e-6
 
 
-@functools.partial(jax.jit, static_argnames="static", inline=True)
+def _size(state: TreeState, reading: Any) -> Array:
+    """Return k_t of what `_reading` returned."""
+    t = jnp.maximum(state.updates, 1)
+    if reading is None:
+        return state.size
+    if _is_array(reading):
+        return array_size(reading, t)
+    window = reading.window if isinstance(reading, Decay) else reading
+    return jnp.asarray(traced_window(window).size(t), jnp.result_type(float))
+
+
+@functools.partial(jax.jit, static_argnames="decay", inline=True)
 def _weights(
-    clock: TracedBlocks | TracedDecay, updates: Array, size: Array, array: Any, static: Any
+    clock: TracedBlocks | TracedDecay, updates: Array, size: Array, k: Array, decay: Decay | None
 ) -> Weights:
-    reading = size if array is static is None else _traced_reading(updates, array, static)
-    of_means, of_sum = clock.weights(updates, reading)
-    if isinstance(reading, Decay):
-        reading = reading.size(jnp.maximum(updates, 1))
+    of_means, of_sum = clock.weights(updates, k, decay)
     # NaN if the window is too short, after an update with another rule, or if the count overflowed
-    read = (reading >= size * (1 - _tie(size.dtype))) & ~overflowed(updates)
+    read = (k >= size * (1 - _tie(size.dtype))) & ~overflowed(updates)
     return of_means, jnp.where(read, of_sum, jnp.nan)
-
-
-def _traced_reading(updates: Array, array: Array | None, static: Any) -> Any:
-    """Return the size at this step of the window with which an `AnyTail` is read, or the decay."""
-    t = jnp.maximum(updates, 1)
-    if array is not None:
-        return traced_size(array, t)
-    if isinstance(static, Decay):
-        return traced_decay(static)
-    return jnp.asarray(traced_window(static).size(t), jnp.result_type(float))
 
 
 @functools.partial(jax.jit, inline=True)
@@ -215,36 +204,27 @@ def averages(state: TreeState, like: Tree, weights: Weights) -> Tree:
     wanted, sums, means, structure = aligned(state.sums if like is None else like, state, "like")
     of_means, of_sum = weights
     large, small = split_leaves(sums, means)
-    shapes = {name: [sums[i].shape for i in group] for name, group in small.items()}
+    shapes = [[sums[i].shape for i in group] for group in small.values()]
 
-    def average() -> tuple[list[Array], list[tuple[Array, list[Array]]]]:
-        return (
-            [combined(of_means, means[i], of_sum, sums[i]).astype(wanted[i].dtype) for i in large],
-            [
-                (combined(of_means, state.bundles[name].means), starts_of(shapes[name]))
-                for name in small
-            ],
-        )
+    def average() -> tuple[list[Array], list[Array], list[list[Array]]]:
+        """Return the averages of large leaves; for bundles, without the sums, and their starts."""
+        own = [combined(of_means, means[i], of_sum, sums[i]).astype(wanted[i].dtype) for i in large]
+        rows = [combined(of_means, state.bundles[name].means) for name in small]
+        return own, rows, [starts_of(each) for each in shapes]
 
-    def nothing() -> tuple[list[Array], list[tuple[Array, list[Array]]]]:
-        return (
-            [lax.full_like(sums[i], jnp.nan, wanted[i].dtype) for i in large],
-            [
-                (
-                    lax.full_like(on_device(state.bundles[name].errors), jnp.nan),
-                    [jnp.uint32(0) for _ in group],
-                )
-                for name, group in small.items()
-            ],
-        )
+    def nothing() -> tuple[list[Array], list[Array], list[list[Array]]]:
+        own = [lax.full_like(sums[i], jnp.nan, wanted[i].dtype) for i in large]
+        errors = [on_device(state.bundles[name].errors) for name in small]
+        rows = [lax.full_like(row, jnp.nan) for row in errors]
+        return own, rows, [[jnp.uint32(0) for _ in each] for each in shapes]
 
     # A branch is compiled separately. Fused with the code that uses the average, XLA on a CPU would
     # store each term of the average in an array of its own, and take up to 20 times as long.
-    of_large, rows = lax.cond(jnp.isnan(of_sum), nothing, average)
+    own, rows, starts = lax.cond(jnp.isnan(of_sum), nothing, average)
     new = [jnp.copy(total) for total in sums]  # those that are not averaged
-    for i, x in zip(large, of_large, strict=True):
+    for i, x in zip(large, own, strict=True):
         new[i] = x
-    for (row, starts), (name, group) in zip(rows, small.items(), strict=True):
-        for i, of_small in zip(group, cut(row, starts, shapes[name]), strict=True):
-            new[i] = lax.add(of_small, weighted(of_sum, sums[i])).astype(wanted[i].dtype)
+    for group, *bundle in zip(small.values(), rows, starts, shapes, strict=True):
+        for i, x in zip(group, cut(*bundle), strict=True):
+            new[i] = lax.add(x, weighted(of_sum, sums[i])).astype(wanted[i].dtype)
     return structure.unflatten(new)

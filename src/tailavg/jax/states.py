@@ -10,12 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from tailavg.core.decay import Reading
 from tailavg.jax.clock import TracedBlocks, TracedDecay
-from tailavg.jax.folds import Bundle
 
 __all__ = [
+    "Bundle",
     "Like",
     "Tree",
+    "TreeReading",
     "TreeState",
     "aligned",
     "is_averaged",
@@ -26,6 +28,17 @@ __all__ = [
 
 Tree: TypeAlias = Any
 Like = TypeVar("Like")  # a tree of the same kind
+TreeReading = Reading | Array
+"""What an `AnyTail` may be read with; an array may be traced."""
+
+
+class Bundle(NamedTuple):
+    """The means of small leaves, side by side."""
+
+    means: Array
+    """For each block, the means of all leaves."""
+    errors: Array
+    """The rounding error of the last fold into the mean of the open block."""
 
 
 class TreeState(NamedTuple):
@@ -36,7 +49,7 @@ class TreeState(NamedTuple):
     size: Array
     """The size of the window, k_t; of an `AnyTail`, that of the shortest it can be read with."""
     rule: Array
-    """A checksum of the rule. An update with another rule leaves the average unchanged."""
+    """A checksum of the rule. After an update with another rule, the value is NaN."""
     clock: TracedBlocks | TracedDecay
     """Which samples are in the sum, and which in each mean."""
     sums: Tree

@@ -27,15 +27,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tailavg.core.clock import clock_for
 from tailavg.core.decay import Reading
 from tailavg.core.profile import Profile, dense_weights, profile
-from tailavg.core.rules import Rule, as_rule
+from tailavg.core.rules import Exponential, Rule, as_rule
 from tailavg.core.windows import AnyWindow, Reals, positive_int
 from tailavg.io import state as layout
-from tailavg.jax.clock import TracedRule, first_clock, restored, size_at, traced
-from tailavg.jax.folds import Accumulators, Bundle, concatenated, fold_if_due, on_host, times
+from tailavg.jax.clock import TracedRule, blocks_at, first_clock, restored, serves, size_at
+from tailavg.jax.folds import concatenated, fold_if_due, on_host, times
 from tailavg.jax.reads import size_read, value
 from tailavg.jax.states import (
+    Bundle,
     Like,
     Tree,
+    TreeReading,
     TreeState,
     aligned,
     is_averaged,
@@ -74,7 +76,7 @@ class TreeAverage:
         clock = first_clock(self.rule)
         leaves, structure = jax.tree.flatten(tree)
         sums = [self._accumulator(leaf) for leaf in leaves]
-        means = [self._stacked(x) if self._has_own_means(x) else None for x in sums]
+        means = [self._means(x) if self._has_own_means(x) else None for x in sums]
         _, small = split_leaves(sums, means)
         return TreeState(
             updates=jnp.zeros_like(clock.folded),
@@ -98,13 +100,17 @@ class TreeAverage:
     def _has_own_means(self, leaf: Array) -> bool:
         return is_averaged(leaf) and not 0 < self.bundle >= leaf.size
 
-    def _bundle(self, leaves: list[Array]) -> Bundle:
-        row = _gathered(concatenated(leaves), leaves[0])
-        return Bundle(self._stacked(row), self._placed(jnp.copy(row)))
-
-    def _stacked(self, leaf: Array) -> Array:
+    def _means(self, leaf: Array) -> Array:
         """Return placeholder means, broadcast from the leaf so that they inherit its sharding."""
         return self._placed(jnp.broadcast_to(leaf, (self.rule.accumulators, *leaf.shape)))
+
+    def _bundle(self, leaves: list[Array]) -> Bundle:
+        """Return the placeholder means of small leaves, replicated on all of their devices."""
+        row = concatenated(leaves)
+        if not isinstance(row, jax.core.Tracer) and isinstance(leaves[0].sharding, NamedSharding):
+            everywhere = PartitionSpec()  # type: ignore[no-untyped-call]
+            row = jax.device_put(row, NamedSharding(leaves[0].sharding.mesh, everywhere))
+        return Bundle(self._means(row), self._placed(jnp.copy(row)))
 
     def _placed(self, array: Array) -> Array:
         return on_host(array) if self.offload else array
@@ -116,71 +122,48 @@ class TreeAverage:
         with the number of leaves, and faster with the number of those larger than `bundle`.
         """
         known = not isinstance(state.rule, jax.core.Tracer)
-        if not state.clock.serves(self.rule) or (known and int(state.rule) != _checksum(self.rule)):
+        if not serves(state.clock, self.rule) or (
+            known and int(state.rule) != _checksum(self.rule)
+        ):
             raise ValueError(
                 f"state: expected one of {self.rule}, got a {type(state.clock).__name__} of "
                 "another rule or number of accumulators; use the average whose init made it"
             )
         updated: TreeState = self._update(state, tree)
-        # the next call reads the checksum, and must not wait for the update
-        if known and not isinstance(updated.updates, jax.core.Tracer):  # traced in a condition
-            sharding = updated.updates.sharding
-            updated = updated._replace(rule=jax.device_put(_checksum(self.rule), sharding))
-        return updated
+        # not an output of the update, for which the check of the next call would have to wait
+        return updated._replace(rule=jnp.copy(state.rule))
 
     # jitted, since outside jax.jit each call would compile the conditionals
     @functools.partial(jax.jit, static_argnames="self", inline=True)
     def _update(self, state: TreeState, tree: Tree) -> TreeState:
         leaves, sums, means, structure = aligned(tree, state)
         clock: Any = state.clock
-        rule = traced(self.rule)
-        ours = state.rule == _checksum(self.rule)
-        step, clock = clock.step(rule, state.updates)
-        step = step._replace(folds=step.folds & ours, carries=step.carries & ours)
-        large, small = split_leaves(sums, means)
-        kept = fold_if_due(
-            step,
-            Accumulators(
-                [means[i] for i in large],
-                [sums[i] for i in large],
-                state.bundles,
-                {name: [sums[i] for i in group] for name, group in small.items()},
-            ),
-        )
+        step, clock = clock.step(self.rule, state.updates)
+        sums, means, bundles = fold_if_due(step, sums, means, state.bundles)
         new = list(leaves)  # leaves that are not averaged pass through
-        factor = jnp.where(ours, step.factor, 0.0)
-        totals = [*zip(large, kept.sums, strict=True)]
-        for name, group in small.items():
-            totals += zip(group, kept.small[name], strict=True)
-        for i, total in totals:
-            new[i] = lax.add(total, times(factor, _widened(leaves[i], total)))
-        for i, mean in zip(large, kept.means, strict=True):
-            means[i] = mean
-        updates = jnp.where(overflowed(state.updates) | ~ours, state.updates, state.updates + 1)
-        size = jnp.asarray(size_at(rule, updates), state.size.dtype)
+        for i, (leaf, total) in enumerate(zip(leaves, sums, strict=True)):
+            if is_averaged(total):
+                new[i] = lax.add(total, times(step.factor, _widened(leaf, total)))
+        # an update with another rule sets the count to the largest integer: the value is NaN
+        counts = ~overflowed(state.updates) & (state.rule == _checksum(self.rule))
+        updates = jnp.where(counts, state.updates + 1, np.iinfo(state.updates.dtype).max)
         return TreeState(
             updates=updates,
-            size=jnp.where(ours, size, jnp.nan),
+            size=jnp.asarray(size_at(self.rule, updates), state.size.dtype),
             rule=state.rule,
-            clock=jax.tree.map(
-                lambda new, old: jnp.where(ours, new.astype(old.dtype), old), clock, state.clock
-            ),
+            clock=jax.tree.map(lambda new, old: new.astype(old.dtype), clock, state.clock),
             sums=structure.unflatten(new),
             means=structure.unflatten(means),
-            bundles=kept.bundles,
+            bundles=bundles,
         )
 
     @overload
     def value(
-        self, state: TreeState, like: None = None, window: Reading | Array | None = None
+        self, state: TreeState, like: None = None, window: TreeReading | None = None
     ) -> Tree: ...
     @overload
-    def value(
-        self, state: TreeState, like: Like, window: Reading | Array | None = None
-    ) -> Like: ...
-    def value(
-        self, state: TreeState, like: Tree = None, window: Reading | Array | None = None
-    ) -> Tree:
+    def value(self, state: TreeState, like: Like, window: TreeReading | None = None) -> Like: ...
+    def value(self, state: TreeState, like: Tree = None, window: TreeReading | None = None) -> Tree:
         """Return the average, as a new tree. See `value`."""
         return value(state, like, window)
 
@@ -196,36 +179,17 @@ class TreeAverage:
         return size_read(state, window)
 
     def weights(self, state: TreeState, window: Reading | None = None) -> Reals:
-        """Return the weight of each of the `count` updates, oldest first. Not inside `jax.jit`.
-
-        Examples:
-            >>> average = tail_average(2)
-            >>> state = average.init(0.0)
-            >>> for x in range(3):
-            ...     state = average.update(state, x)
-            >>> average.weights(state)
-            array([0. , 0.5, 0.5])
-        """
+        """Return the weight of each of the `count` updates, oldest first. Not inside `jax.jit`."""
         count = int(state.updates)
-        starts, _ = state.clock.blocks(count)
+        starts, _ = blocks_at(state.clock, count)
         return dense_weights(self.rule, starts, count, window)
 
     def profile(self, state: TreeState, window: Reading | None = None) -> Profile:
-        """Summarize the weights: effective size, mean age, oldest age. Not inside `jax.jit`.
-
-        Examples:
-            >>> average = tail_average(100)
-            >>> state = average.init(0.0)
-            >>> for x in range(1000):
-            ...     state = average.update(state, x)
-            >>> average.profile(state)
-            Profile(count=1000, size=100.0, effective_size=100.0, mean_age=49.5,
-                    oldest_age=99, accumulators=3)
-        """
+        """Summarize the weights: effective size, mean age, oldest age. Not inside `jax.jit`."""
         count = int(state.updates)
         if not count:
             raise layout.nothing_yet("profile")
-        starts, _ = state.clock.blocks(count)
+        starts, _ = blocks_at(state.clock, count)
         return profile(self.rule, starts, count, window)
 
     def state_dict(self, state: TreeState) -> dict[str, Any]:
@@ -235,9 +199,12 @@ class TreeAverage:
         are not averaged are left out. To resume within JAX, save the state itself, which is a
         pytree: the resumed run is then bit-identical.
         """
-        count, clock = int(state.updates), state.clock
-        starts, places = clock.blocks(count)
-        carry = clock.carry(self.rule)
+        count, folded = int(state.updates), int(state.clock.folded)
+        starts, places = blocks_at(state.clock, count)
+        if isinstance(self.rule, Exponential):  # the factor of an error of the open mean in the sum
+            carry = float(self.rule.decay(folded + 1))
+        else:
+            carry = folded - starts[-1] if starts else 0
         names = list(_named(state.sums))
         _, sums, means, _ = aligned(state.sums, state)
         partial = {names[i]: np.array(sums[i]) for i, leaf in enumerate(sums) if is_averaged(leaf)}
@@ -250,7 +217,6 @@ class TreeAverage:
                 partial[names[i]] += error * carry
         nothing = {name: np.zeros_like(total) for name, total in partial.items()}
         blocks = [{name: np.array(stacks[name][place]) for name in partial} for place in places]
-        folded = int(clock.folded)
         if starts and folded == starts[-1]:  # its place still has the mean of an older block
             blocks[-1] = nothing
         return layout.state(
@@ -298,9 +264,8 @@ class TreeAverage:
             )
         if not count and not isinstance(saved["partial"], Mapping):
             return state  # an average without samples knows no shape
-        shapes = {
-            name: total.shape for name, total in _named(state.sums).items() if is_averaged(total)
-        }
+        named = _named(state.sums)
+        shapes = {name: total.shape for name, total in named.items() if is_averaged(total)}
         blocks, partial = layout.by_name(saved, shapes)
         if not count:
             return state
@@ -316,24 +281,24 @@ class TreeAverage:
             placed: Array = jax.device_put(made, like.sharding) if like.committed else made
             return placed
 
+        def stack(group: list[int], like: Array) -> Array:
+            rows = [np.concatenate([block[names[i]].ravel() for i in group]) for block in blocks]
+            return put(np.reshape(rows, like.shape), like)
+
         fields = {name: put(x, getattr(state.clock, name)) for name, x in restored(clock).items()}
         _, sums, means, structure = aligned(state.sums, state)
-        names = list(_named(state.sums))
-        bundles = {
-            name: Bundle(
-                put(
-                    [np.concatenate([block[names[i]].ravel() for i in group]) for block in blocks],
-                    state.bundles[name].means,
-                ),
-                put(np.zeros(state.bundles[name].errors.shape), state.bundles[name].errors),
-            )
-            for name, group in split_leaves(sums, means)[1].items()
-        }
+        names = list(named)
+        large, small = split_leaves(sums, means)
+        bundles = {}
+        for dtype, group in small.items():
+            like = state.bundles[dtype]
+            errors = put(np.zeros(like.errors.shape), like.errors)
+            bundles[dtype] = Bundle(stack(group, like.means), errors)
+        for i in large:
+            means[i] = stack([i], means[i])
         for i, name in enumerate(names):
-            if is_averaged(sums[i]):
+            if name in partial:
                 sums[i] = put(partial[name], sums[i])
-            if means[i] is not None:
-                means[i] = put([block[name] for block in blocks], means[i])
         return state._replace(
             updates=put(count, state.updates),
             size=put(size_at(self.rule, count), state.size),
@@ -393,15 +358,6 @@ def _cut(rows: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
     *ends, _ = accumulate(map(math.prod, shapes))
     pieces = np.split(rows, ends, axis=-1)
     return [x.reshape((*x.shape[:-1], *shape)) for x, shape in zip(pieces, shapes, strict=True)]
-
-
-def _gathered(array: Array, like: Array) -> Array:
-    """Replicate an array on all devices of `like`, outside `jax.jit`, where those are known."""
-    if isinstance(array, jax.core.Tracer) or not isinstance(like.sharding, NamedSharding):
-        return array
-    everywhere = NamedSharding(like.sharding.mesh, PartitionSpec())  # type: ignore[no-untyped-call]
-    replicated: Array = jax.device_put(array, everywhere)
-    return replicated
 
 
 @functools.lru_cache
