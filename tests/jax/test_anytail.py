@@ -222,21 +222,22 @@ def test_a_traced_window_that_is_not_allowed_is_nan(filled, window):
 def test_windows_that_are_not_allowed_are_refused_where_that_is_known(filled):
     average, state, _ = filled
     for window in (0.05, 99, Decay(0.05, "cosine")):
-        with pytest.raises(ValueError, match=r"window: expected .* at least 100 of the 1000 "):
+        with pytest.raises(ValueError, match=r"window: expected at least 100 of the 1000 "):
             average.value(state, window=window)
     for window in (0, 1.5, "0.3"):
         with pytest.raises((ValueError, TypeError), match="window: expected"):
             average.value(state, window=window)
     with pytest.raises(TypeError, match="window: expected an array of whole or real numbers"):
         average.value(state, window=jnp.array(True))
-    for method in (average.value, average.size, jax.jit(value)):
-        with pytest.raises(ValueError, match="window: expected one, since AnyTail has none"):
+    assert average.size(state) == 1000
+    for method in (average.value, jax.jit(value)):
+        with pytest.raises(ValueError, match="AnyTail has no window of its own"):
             method(state)
     for method in (average.weights, average.profile):
-        with pytest.raises(ValueError, match="since AnyTail has none of its own"):
+        with pytest.raises(ValueError, match="AnyTail has no window of its own"):
             method(state)
     own = tail_average(10)
-    with pytest.raises(ValueError, match="window: expected none, since this average has its own"):
+    with pytest.raises(ValueError, match="this average has its own window"):
         own.value(own.init(1.0), window=0.5)
 
 

@@ -49,6 +49,7 @@ __all__ = [
     "Rule",
     "WindowRule",
     "as_rule",
+    "no_window_error",
     "shared_rules",
     "size_of",
     "window_of",
@@ -81,24 +82,20 @@ class AnytimeWindow(OfWindow):
         )
         object.__setattr__(self, "turns", turns)
 
-    def closes(self, starts: Sequence[Any]) -> Any:
+    def closes(self, starts: Sequence[int]) -> int:
         """Return the step after which the open block takes no more samples.
 
         Examples:
             >>> AnytimeWindow(100).closes([0, 0, 50]), AnytimeWindow(100).closes([0, 50, 100])
             (100, 150)
         """
-        window, steps = self.window, self.window.steps
+        window = self.window
         if isinstance(window, Fixed):  # the blocks are equal shares of the window
             return window.filled_at(starts[-1], self.accumulators - 1)
-        if self.turns == "balanced":
-            end = window.filled_at(starts[-1], self.accumulators - 1)
-        else:
-            end = steps.later(starts[-1], 1)
-        spare = steps.larger(end, window.filled_at(starts[1]))
-        return steps.choose(
-            starts[0] == starts[1], end, spare
-        )  # while a block is empty, none is dropped
+        balanced = self.turns == "balanced"
+        end = window.filled_at(starts[-1], self.accumulators - 1) if balanced else starts[-1] + 1
+        # while a block is empty, none is dropped
+        return end if starts[0] == starts[1] else max(end, window.filled_at(starts[1]))
 
     def alike_until(self, starts: Sequence[int], size: int) -> int:
         """Return the last start of a block of `size`, given that all blocks have that size now.
@@ -234,7 +231,7 @@ class AnyTail:
     def window(self, window: Reading | None, t: int) -> Window | Decay:
         """Return the window or decay to read with at step t. A linear decay is the plain window."""
         if window is None:
-            raise ValueError("AnyTail has no window of its own: pass one, as in value(0.25)")
+            raise no_window_error()
         reading = window if isinstance(window, Decay) else as_window(window)
         if isinstance(reading, Decay) and reading.shape == "linear":
             reading = reading.window
@@ -350,6 +347,11 @@ def shared_rules(
         else (AnytimeWindow(window), None)
         for window in windows
     ]
+
+
+def no_window_error() -> ValueError:
+    """Return the error for an `AnyTail` that is read without a window."""
+    return ValueError("AnyTail has no window of its own: pass one, as in value(0.25)")
 
 
 def size_of(rule: Rule, window: Reading | None, t: int) -> float:

@@ -8,19 +8,17 @@ second is integer arithmetic, so that every framework turns at the same sample.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from numbers import Integral, Real
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 __all__ = [
     "BITS",
-    "INTEGERS",
     "MOST",
     "NEVER",
     "TIE",
@@ -28,7 +26,6 @@ __all__ = [
     "Fixed",
     "Growing",
     "OfWindow",
-    "Steps",
     "Window",
     "as_window",
     "fraction",
@@ -54,31 +51,6 @@ BITS = 60
 
 
 @dataclass(frozen=True)
-class Steps:
-    """Arithmetic on steps: on Python's integers, or in `tailavg.jax` on traced ones."""
-
-    last: Callable[[], int]
-    """The last step there can be."""
-    later: Callable[[Any, int], Any]
-    """later(step, n): the step n steps later."""
-    larger: Callable[[Any, Any], Any]
-    """larger(a, b): the later of two steps."""
-    choose: Callable[[Any, Any, Any], Any]
-    """choose(flag, a, b): a if the flag is set, otherwise b."""
-    stretched: Callable[[Any, int], Any]
-    """stretched(step, ratio): the first step that is not before `step` times `ratio` / 2⁶⁰."""
-
-
-INTEGERS = Steps(
-    last=lambda: NEVER,
-    later=int.__add__,
-    larger=max,
-    choose=lambda flag, a, b: a if flag else b,
-    stretched=lambda step, ratio: min(NEVER, -(-step * ratio >> BITS)),
-)
-
-
-@dataclass(frozen=True)
 class Fixed:
     """The last `k` samples.
 
@@ -88,8 +60,6 @@ class Fixed:
     """
 
     k: int
-
-    steps: ClassVar[Steps] = INTEGERS
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "k", positive_int(self.k, "k"))
@@ -107,14 +77,14 @@ class Fixed:
         """Return k_t - k_{t-1}, which is 0."""
         return 0.0
 
-    def filled_at(self, start: Any, parts: int = 1) -> Any:
+    def filled_at(self, start: int, parts: int = 1) -> int:
         """Return the first step at which the samples after `start` fill a `parts`-th of the window.
 
         Examples:
             >>> Fixed(100).filled_at(5000, parts=3)
             5034
         """
-        return self.steps.later(start, -(-self.k // parts))
+        return start - (-self.k // parts)
 
 
 @dataclass(frozen=True)
@@ -128,8 +98,6 @@ class Growing:
 
     c: float
     at_most: int | None = None
-
-    steps: ClassVar[Steps] = INTEGERS
 
     def __post_init__(self) -> None:
         c = self.c
@@ -202,7 +170,7 @@ class Growing:
         growth = k - before
         return growth + between * (self.c - growth)
 
-    def filled_at(self, start: Any, parts: int = 1) -> Any:
+    def filled_at(self, start: int, parts: int = 1) -> int:
         """Return the first step at which the samples after `start` fill a `parts`-th of the window.
 
         A growing window is shared out in equal *ratios*, not sizes: when each block is the share
@@ -212,13 +180,11 @@ class Growing:
             >>> Growing(0.25).filled_at(3000), Growing(0.25).filled_at(3000, parts=2)
             (4000, 3465)
         """
-        steps = self.steps
-        growing = steps.larger(steps.later(start, 1), steps.stretched(start, self.stretch(parts)))
+        growing = min(NEVER, max(start + 1, -(-start * self.stretch(parts) >> BITS)))
         if self.at_most is None:
             return growing
-        capped = min(self._capped_from, steps.last())
-        fixed = steps.larger(steps.later(start, -(-self.at_most // parts)), capped)
-        return steps.choose(growing < capped, growing, fixed)
+        capped = min(self._capped_from, NEVER)
+        return growing if growing < capped else max(start - (-self.at_most // parts), capped)
 
     def filled_until(self, size: int, parts: int = 1) -> int:
         """Return the last step after which `size` samples fill a `parts`-th of the window.

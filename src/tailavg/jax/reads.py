@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array, lax
 
 from tailavg.core.decay import Decay, Reading
+from tailavg.core.rules import no_window_error
 from tailavg.core.windows import TIE, as_window
 from tailavg.jax.clock import TracedBlocks, TracedDecay, TracedTails, array_size, traced_window
 from tailavg.jax.folds import combined, cut, on_device, starts_of, weighted
@@ -128,7 +129,9 @@ def weights_of(state: TreeState, window: TreeReading | None) -> Weights:
 
 
 def size_read(state: TreeState, window: TreeReading | None) -> Array:
-    """Return k_t of the window with which the state is read."""
+    """Return k_t of the window with which the state is read; see `tailavg.core.rules.size_of`."""
+    if window is None and isinstance(state.clock, TracedTails):
+        return state.updates.astype(state.size.dtype)
     return _size(state, _reading(state, window))
 
 
@@ -147,12 +150,12 @@ def _reading(state: TreeState, window: Any) -> Any:
     if not isinstance(state.clock, TracedTails):
         if window is not None:
             raise ValueError(
-                "window: expected none, since this average has its own, "
-                f"got {window!r}; an AnyTail reads any window"
+                f"window: this average has its own window, got {window!r}; average with AnyTail() "
+                "to choose the window when you read"
             )
         return None
     if window is None:
-        raise ValueError("window: expected one, since AnyTail has none of its own; got none")
+        raise no_window_error()
     if _is_array(window):
         return window
     reading = window if isinstance(window, Decay) else as_window(window)
@@ -162,8 +165,8 @@ def _reading(state: TreeState, window: Any) -> Any:
         t, least = int(state.updates), float(state.size)
         if t and reading.size(t) < least * (1 - _tie(state.size.dtype)):
             raise ValueError(
-                f"window: expected a window of at least {least:g} of the {t} samples so far, "
-                f"got {window!r}"
+                f"window: expected at least {least:g} of the {t} samples so far, got {window!r}; "
+                "create the AnyTail with a smaller `shortest` to read shorter windows"
             )
     return reading
 

@@ -174,7 +174,7 @@ class TreeAverage:
     def size(self, state: TreeState, window: Reading | None = None) -> Array:
         """Return the size of the window, k_t. `profile` has the effective size.
 
-        An `AnyTail` needs a window here, as it does in `value`, `weights` and `profile`.
+        An `AnyTail` without a window has the size of the whole stream.
         """
         return size_read(state, window)
 
