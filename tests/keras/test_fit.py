@@ -236,7 +236,7 @@ def test_one_average_for_one_run():
     ("arguments", "error", "message"),
     [
         ((AnyTail(),), ValueError, "AnyTail has no window of its own"),
-        ((0.5, 0.25), ValueError, "window: expected none"),
+        ((0.5, 0.25), ValueError, "has its own window"),
         ((ExactWindow(5),), TypeError, "AnytimeWindow has the same variance"),
         (("last",), TypeError, "expected"),
     ],

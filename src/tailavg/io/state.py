@@ -208,7 +208,7 @@ def by_name(
     """
     blocks, number = state["blocks"], len(state["starts"])
     if len(blocks) < number:
-        raise ValueError(f"state: sizes do not add up: {number} starts, {len(blocks)} blocks")
+        raise ValueError(f"corrupt state: {number} block starts but {len(blocks)} blocks")
     checked = []
     for block in (*blocks[:number], state["partial"]):
         arrays = named(block, shapes)
@@ -281,7 +281,7 @@ def check_steps(count: int, starts: Sequence[int], folded: int) -> None:
     fits = starts and starts[0] >= 0 and rises and starts[-1] <= folded <= count <= MOST
     if not fits and (count or starts or folded):
         raise ValueError(
-            f"state: sizes do not add up: blocks that start at {shown(starts)}, folded up to "
+            f"corrupt state: blocks that start at {shown(starts)}, folded up to "
             f"{shown(folded)}, after {shown(count)} samples (at most {MOST})"
         )
 

@@ -240,7 +240,7 @@ class Accumulators(Store):
         number = len(state["starts"])
         if not number <= len(state["blocks"]) <= len(self._blocks):
             raise ValueError(
-                f"state: sizes do not add up: {number} starts, {len(state['blocks'])} blocks"
+                f"corrupt state: {number} block starts but {len(state['blocks'])} blocks"
             )
         sums = self._sums()
         if state["count"] or isinstance(state["partial"], Mapping):
