@@ -202,8 +202,8 @@ def scan_numbers(
 
 
 def scan_rows(
-    xs: Any,
-    out: Any,
+    all_xs: Any,
+    all_out: Any,
     at: int,
     n: int,
     sums: Any,
@@ -215,31 +215,33 @@ def scan_rows(
     blocks: Any,
     sizes: Any,
 ) -> None:
-    """As `scan_numbers`, of the rows of a matrix."""
-    kind, last = out.dtype.type, len(blocks) - 1
+    """Do the work of `scan_numbers` for the rows of a matrix."""
+    kind, last = all_out.dtype.type, len(blocks) - 1
     for i in range(n):
-        each, of_old, row = all_each[place + i], kind(all_old[place + i]), at + i
-        for j in range(len(sums)):
-            sums[j] += xs[row, j]
+        xs, out, each = all_xs[at + i], all_out[at + i], all_each[place + i]
+        of_sum, of_old = kind(each), kind(all_old[place + i])
         if oldest >= 0 and last == 0:
-            of_mean = kind(each * sizes[0])
-            for j in range(len(sums)):
-                value = of_old * means[oldest, j] + of_mean * means[blocks[0], j]
-                out[row, j] = value + kind(each) * sums[j]
+            old, mean, of_mean = means[oldest], means[blocks[0]], kind(each * sizes[0])
+            for j in range(len(out)):
+                sums[j] += xs[j]
+                out[j] = of_old * old[j] + of_mean * mean[j] + of_sum * sums[j]
         elif oldest >= 0 and last == 1:
-            of_other, of_mean = kind(each * sizes[0]), kind(each * sizes[1])
-            for j in range(len(sums)):
-                value = of_old * means[oldest, j] + of_other * means[blocks[0], j]
-                out[row, j] = value + of_mean * means[blocks[1], j] + kind(each) * sums[j]
+            old, mean, of_mean = means[oldest], means[blocks[1]], kind(each * sizes[1])
+            other, of_other = means[blocks[0]], kind(each * sizes[0])
+            for j in range(len(out)):
+                sums[j] += xs[j]
+                value = of_old * old[j] + of_other * other[j]
+                out[j] = value + of_mean * mean[j] + of_sum * sums[j]
         else:
-            for j in range(len(sums)):
-                out[row, j] = of_old * means[oldest, j] if oldest >= 0 else kind(0.0)
+            for j in range(len(out)):
+                out[j] = of_old * means[oldest, j] if oldest >= 0 else kind(0.0)
             for block in range(last + 1):
-                of_mean = kind(each * sizes[block])
-                for j in range(len(sums)):
-                    out[row, j] += of_mean * means[blocks[block], j]
-            for j in range(len(sums)):
-                out[row, j] += kind(each) * sums[j]
+                mean, of_mean = means[blocks[block]], kind(each * sizes[block])
+                for j in range(len(out)):
+                    out[j] += of_mean * mean[j]
+            for j in range(len(out)):
+                sums[j] += xs[j]
+                out[j] += of_sum * sums[j]
 
 
 def scan_blocks(
