@@ -1,6 +1,6 @@
 """Check that the tests notice faults: plant each fault of `mutants.toml`, and run its tests.
 
-    python tests/mutants/run.py [NAME ...] [--output after.csv] [--against before.csv]
+    python tests/mutants/run.py [NAME ...] [--output after.csv] [--against killed.csv]
 
 Each mutant is planted in a copy of the working tree. The result is one of:
 
