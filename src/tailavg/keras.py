@@ -26,7 +26,14 @@ import numpy.typing as npt
 from tailavg.core import profile as profiles
 from tailavg.core.clock import SUM, Store, clock_for
 from tailavg.core.decay import Reading
-from tailavg.core.rules import ExactWindow, Rule, as_rule, size_of, window_of
+from tailavg.core.rules import (
+    ExactWindow,
+    Rule,
+    as_training_rule,
+    refuses_decay,
+    size_of,
+    window_of,
+)
 from tailavg.core.windows import AnyWindow, Reals
 from tailavg.extras import needs
 from tailavg.io import state as layout
@@ -73,6 +80,7 @@ class TailAverage(keras.callbacks.Callback):  # type: ignore[misc]
         (24, 6.0)
     """
 
+    @refuses_decay
     def __init__(
         self,
         rule: AnyWindow | Rule,
@@ -89,7 +97,7 @@ class TailAverage(keras.callbacks.Callback):  # type: ignore[misc]
                 "keras: expected the torch or the jax backend, got "
                 f"{keras.backend.backend()}; set KERAS_BACKEND before keras is imported"
             )
-        self.rule = as_rule(rule)
+        self.rule = as_training_rule(rule)
         if isinstance(self.rule, ExactWindow):
             raise TypeError(
                 f"rule: expected one that holds a few averages, got {self.rule}, which holds every "

@@ -8,7 +8,7 @@ from inspect import signature
 from typing import Any
 
 from tailavg.core.decay import Reading
-from tailavg.core.rules import AnyTail, Rule, as_rule, window_of
+from tailavg.core.rules import AnyTail, Rule, as_training_rule, refuses_decay, window_of
 from tailavg.core.windows import AnyWindow
 from tailavg.extras import needs
 
@@ -46,10 +46,11 @@ class TailAveraging(Callback):
         >>> trainer = Trainer(callbacks=[TailAveraging(0.25)], logger=False)
     """
 
+    @refuses_decay
     def __init__(
         self, rule: AnyWindow | Rule, *, window: Reading | None = None, **options: Any
     ) -> None:
-        self.rule = as_rule(rule)
+        self.rule = as_training_rule(rule)
         self.window = window
         _check_window(self.rule, window)
         signature(ParameterAverage).bind(None, rule, **options)  # raises if there is no such option

@@ -21,7 +21,7 @@ with needs("optax"):
     from jax import Array
 
 from tailavg.core.decay import Reading
-from tailavg.core.rules import Rule
+from tailavg.core.rules import Rule, refuses_decay
 from tailavg.core.windows import AnyWindow
 from tailavg.jax import TreeState
 from tailavg.jax import tail_average as tree_average
@@ -49,6 +49,7 @@ Params = TypeVar("Params")
 __all__ = ["averaged_params", "evaluate_tails", "tail_average", "with_tail_average"]
 
 
+@refuses_decay
 def tail_average(
     rule: AnyWindow | Rule,
     *,
@@ -88,6 +89,7 @@ def tail_average(
     return optax.GradientTransformationExtraArgs(average.init, update)
 
 
+@refuses_decay
 def with_tail_average(
     tx: Any,
     rule: AnyWindow | Rule,

@@ -18,7 +18,7 @@ from weakref import WeakSet
 from torch.utils.hooks import RemovableHandle
 
 from tailavg.core.decay import Reading
-from tailavg.core.rules import Rule, as_rule, window_of
+from tailavg.core.rules import Rule, as_training_rule, window_of
 from tailavg.core.windows import AnyWindow
 from tailavg.extras import needs
 from tailavg.io.files import saved_folder
@@ -74,7 +74,7 @@ class _Options(NamedTuple):
                 'tail_average: expected a number, a rule, or a dict with a "rule", a "window" and '
                 f"options of ParameterAverage, got {tail_average!r}: {error}"
             ) from error
-        rule = as_rule(others.pop("rule"))
+        rule = as_training_rule(others.pop("rule"))
         window_of(rule, window, 1)
         return cls(rule, window, others)
 

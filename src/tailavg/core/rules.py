@@ -13,12 +13,13 @@ are always as many blocks as accumulators; empty blocks come first and start at 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, wraps
 from numbers import Real
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -49,12 +50,16 @@ __all__ = [
     "Rule",
     "WindowRule",
     "as_rule",
+    "as_training_rule",
     "no_window_error",
+    "refuses_decay",
     "shared_rules",
     "size_of",
     "window_of",
 ]
 
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 Turns = Literal["balanced", "paper"]
 
 _MOST = 10_000  # accumulators: with more, the samples themselves would do
@@ -310,6 +315,42 @@ def as_rule(rule: AnyWindow | Rule) -> Rule:
             "read that with the decay"
         )
     return rule if isinstance(rule, Rule) else AnytimeWindow(rule)
+
+
+def as_training_rule(rule: AnyWindow | Rule, stacklevel: int = 4) -> Rule:
+    """Return a rule for averaging weights. Warn about a number that looks like an EMA's decay.
+
+    `stacklevel` leads from here to the line of the user.
+    """
+    if isinstance(rule, float) and 0.9 <= rule < 1:
+        warnings.warn(
+            f"{rule:g} is the last {100 * rule:g} % of the steps, not a decay; the EMA with decay "
+            f"{rule:g} is Exponential({_samples_of(rule):g}); Growing({rule:g}) says that you mean "
+            "it",
+            stacklevel=stacklevel,
+        )
+    return as_rule(rule)
+
+
+def refuses_decay(call: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Decorate a function that takes a rule: explain what to write instead of `decay=0.999`."""
+
+    @wraps(call)
+    def checked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        if "decay" in kwargs:
+            decay = kwargs["decay"]
+            ema = "Exponential(1999) has the decay 0.999"
+            if isinstance(decay, float) and 0 < decay < 1:
+                ema = f"the EMA with decay {decay:g} is Exponential({_samples_of(decay):g})"
+            raise TypeError(f"decay: pass a rule instead: {ema}")
+        return call(*args, **kwargs)
+
+    return checked
+
+
+def _samples_of(decay: float) -> float:
+    """Return the window whose `Exponential` has this decay."""
+    return round((1 + decay) / (1 - decay), 6)
 
 
 def window_of(rule: Rule, window: Reading | None, t: int) -> Window | Decay:

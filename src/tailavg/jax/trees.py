@@ -27,7 +27,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tailavg.core.clock import clock_for
 from tailavg.core.decay import Reading
 from tailavg.core.profile import Profile, dense_weights, profile
-from tailavg.core.rules import Exponential, Rule, as_rule
+from tailavg.core.rules import Exponential, Rule, as_training_rule, refuses_decay
 from tailavg.core.windows import AnyWindow, Reals, positive_int
 from tailavg.io import state as layout
 from tailavg.jax.clock import TracedRule, blocks_at, first_clock, restored, serves, size_at
@@ -309,6 +309,7 @@ class TreeAverage:
         )
 
 
+@refuses_decay
 def tail_average(
     rule: AnyWindow | Rule,
     *,
@@ -338,7 +339,7 @@ def tail_average(
         >>> average.value(state)
         {'w': Array([949.5, 949.5], dtype=float32)}
     """
-    rule = as_rule(rule)
+    rule = as_training_rule(rule)
     if not isinstance(rule, TracedRule):
         raise TypeError(
             f"rule: expected an AnytimeWindow, an Exponential or an AnyTail, got {rule}, which "

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from tailavg.core.rules import AnyTail, Rule, as_rule
+from tailavg.core.rules import AnyTail, Rule, as_training_rule, refuses_decay
 from tailavg.core.windows import AnyWindow
 from tailavg.torch.accumulators import Accumulators, Offload
 from tailavg.torch.storage import MemoryStorage
@@ -55,6 +55,7 @@ class AveragedModel(CountedUpdates, Module):
     module: Module
     _update_call = "update_parameters(model) after each step"
 
+    @refuses_decay
     @outside_autograd
     def __init__(
         self,
@@ -77,7 +78,7 @@ class AveragedModel(CountedUpdates, Module):
                 "k = (1 + decay) / (1 - decay), so Exponential(1999) for 0.999; for the equal "
                 "average of get_swa_avg_fn(), rule=1.0"
             )
-        rule = as_rule(rule)
+        rule = as_training_rule(rule, stacklevel=6)
         if isinstance(rule, AnyTail):
             raise TypeError(
                 "rule: expected one with a window, since a module has one set of weights, got "

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from tailavg.core.decay import Reading
-from tailavg.core.rules import AnyTail, Rule, as_rule
+from tailavg.core.rules import AnyTail, Rule, as_training_rule, refuses_decay
 from tailavg.core.windows import AnyWindow
 from tailavg.io.state import read, write_folder
 from tailavg.torch.accumulators import Accumulators, Offload, Terms
@@ -102,6 +102,7 @@ class ParameterAverage(CountedUpdates):
 
     _update_call = "update() after the optimizer's step"
 
+    @refuses_decay
     @outside_autograd
     def __init__(
         self,
@@ -118,7 +119,7 @@ class ParameterAverage(CountedUpdates):
         start_after: int = 0,
         offload: Offload = None,
     ) -> None:
-        rule = as_rule(rule)
+        rule = as_training_rule(rule, stacklevel=6)
         self._count_calls(update_every, start_after)
         self._tracking = Tracking(
             model, include=include, exclude=exclude, buffers=buffers, trainable_only=trainable_only
