@@ -81,18 +81,14 @@ def tail_mean(
     if isinstance(data, pl.DataFrame):
         keyed = pl.DataFrame() if by is None else data.select(by)
         columns = [column for column in data if column.name not in keyed.columns]
-        return data.with_columns(
-            _scan(columns, averages, window, keyed, keep=keep, name_keys=True)
-        )
+        return data.with_columns(_scan(columns, averages, window, keyed, keep=keep, name_keys=True))
     raise TypeError(
         f"data: expected an expression, a Series or a DataFrame, got {type(data).__name__}"
         + ("; pass an expression to its with_columns" if isinstance(data, pl.LazyFrame) else "")
     )
 
 
-def _expression(
-    data: pl.Expr, averages: TailAverages, window: Reading | None, by: Any
-) -> pl.Expr:
+def _expression(data: pl.Expr, averages: TailAverages, window: Reading | None, by: Any) -> pl.Expr:
     def scan(columns: Sequence[pl.Series]) -> pl.Series:
         return _scan(columns[:1], averages, window, _unnamed(columns[1:]), keep=False)[0]
 

@@ -229,7 +229,9 @@ def test_what_is_refused():
     for data in (df["loss"], pl.col("loss")):  # not only when polars runs the expression
         with pytest.raises(ValueError, match=r"^AnyTail has no window of its own: pass window="):
             tail_mean(data, AnyTail())
-        with pytest.raises(ValueError, match="window: AnytimeWindow.* has its own window, got 0.5"):
+        with pytest.raises(
+            ValueError, match=r"window: AnytimeWindow.* has its own window, got 0\.5"
+        ):
             tail_mean(data, 2, window=0.5)
         with pytest.raises(TypeError, match=r"window: expected an int.* of type list"):
             tail_mean(data, AnyTail(), window=[0.25, 0.5])

@@ -89,9 +89,7 @@ def test_late_rows_new_keys_and_missing_values(late, spark, tmp_path):
         runs.ran(tail_mean(lines, "loss", late="error", **options), tmp_path)
 
 
-def test_another_rule_on_an_old_checkpoint_is_refused_and_the_state_goes_elsewhere(
-    spark, tmp_path
-):
+def test_another_rule_on_an_old_checkpoint_is_refused_and_the_state_goes_elsewhere(spark, tmp_path):
     from pyspark.errors import StreamingQueryException
 
     losses, rng = runs.losses(5, 60), np.random.default_rng(1)
