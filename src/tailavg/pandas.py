@@ -17,6 +17,7 @@ with needs("pandas"):
     import pandas as pd
     from pandas.api.typing import DataFrameGroupBy, SeriesGroupBy
 
+from tailavg.core.decay import Reading
 from tailavg.core.rules import Rule
 from tailavg.core.windows import AnyWindow
 from tailavg.numpy.arithmetic import Array
@@ -29,6 +30,7 @@ _MASKED = (pd.arrays.FloatingArray, pd.arrays.IntegerArray, pd.arrays.BooleanArr
 
 
 class _Options(TypedDict, total=False):
+    window: Reading | None
     by: Any
     nan_policy: NanPolicy
     state: TailAverages | None
@@ -37,16 +39,17 @@ class _Options(TypedDict, total=False):
 
 @overload
 def tail_mean(
-    data: pd.Series | SeriesGroupBy, window: AnyWindow | Rule, **options: Unpack[_Options]
+    data: pd.Series | SeriesGroupBy, rule: AnyWindow | Rule, **options: Unpack[_Options]
 ) -> pd.Series: ...
 @overload
 def tail_mean(  # type: ignore[overload-cannot-match]  # without pandas-stubs, all are Any
-    data: pd.DataFrame | DataFrameGroupBy, window: AnyWindow | Rule, **options: Unpack[_Options]
+    data: pd.DataFrame | DataFrameGroupBy, rule: AnyWindow | Rule, **options: Unpack[_Options]
 ) -> pd.DataFrame: ...
 def tail_mean(
     data: Any,
-    window: AnyWindow | Rule,
+    rule: AnyWindow | Rule,
     *,
+    window: Reading | None = None,
     by: Any = None,
     nan_policy: NanPolicy = "omit",
     state: TailAverages | None = None,
@@ -60,8 +63,9 @@ def tail_mean(
     Args:
         data: A Series, a DataFrame, or what `groupby` makes of them. As from `transform`, the
             result of groups has the index of the data, and no columns that were grouped by.
-        window: How many samples are averaged, and how: a number (an int for the last that many, a
+        rule: How many samples are averaged, and how: a number (an int for the last that many, a
             float in (0, 1] for the last fraction), a window or a rule, as for `TailAverage`.
+        window: The window or `Decay` with which an `AnyTail` is read. Other rules have their own.
         by: What to group by: anything that `groupby` takes. Rows with a missing key have a missing
             average.
         nan_policy: What is done with missing values. `"omit"`, as pandas does in `mean` and `ewm`:
@@ -88,7 +92,7 @@ def tail_mean(
         2   3.0
         3   1.5
     """
-    averages, keep = averages_for(window, nan_policy, state), state is not None
+    averages, keep = averages_for(rule, window, nan_policy, state), state is not None
     groups = None
     if isinstance(data, SeriesGroupBy | DataFrameGroupBy):
         if by is not None:
@@ -123,7 +127,7 @@ def tail_mean(
         (codes, keys_of_column(column.name, keys, is_frame and keep), _numbers(column))
         for column in columns
     ]
-    scanned = averages.scan_parts(parts, keep=keep)
+    scanned = averages.scan_parts(parts, [window], keep=keep)
     results = [_like(column, values[0]) for column, values in zip(columns, scanned, strict=True)]
     if not is_frame:
         return pd.Series(results[0], index=data.index, name=data.name, copy=False)

@@ -17,6 +17,7 @@ from tailavg.extras import needs
 with needs("polars"):
     import polars as pl
 
+from tailavg.core.decay import Reading
 from tailavg.core.rules import Rule
 from tailavg.core.windows import AnyWindow
 from tailavg.numpy.arithmetic import Array
@@ -30,8 +31,9 @@ Data = TypeVar("Data", pl.Expr, pl.Series, pl.DataFrame)
 
 def tail_mean(
     data: Data,
-    window: AnyWindow | Rule,
+    rule: AnyWindow | Rule,
     *,
+    window: Reading | None = None,
     by: Any = None,
     nan_policy: NanPolicy = "omit",
     state: TailAverages | None = None,
@@ -43,8 +45,9 @@ def tail_mean(
     Args:
         data: An expression, a Series or a DataFrame. Expressions work in every engine; `over`
             and `group_by` call them once per group.
-        window: How many samples are averaged, and how: a number (an int for the last that many, a
+        rule: How many samples are averaged, and how: a number (an int for the last that many, a
             float in (0, 1] for the last fraction), a window or a rule, as for `TailAverage`.
+        window: The window or `Decay` with which an `AnyTail` is read. Other rules have their own.
         by: What to group by: names or expressions; for a Series, another one. It gives what `over`
             gives, much faster if there are many groups. A DataFrame keeps these columns.
         nan_policy: What is done with a null or NaN. `"omit"`: the row is not counted, and has the
@@ -61,33 +64,33 @@ def tail_mean(
         >>> tail_mean(df["loss"], 2).to_list()
         [4.0, 6.5, 5.5, 1.5]
     """
-    averages, keep = averages_for(window, nan_policy, state), state is not None
+    averages, keep = averages_for(rule, window, nan_policy, state), state is not None
     if isinstance(data, pl.Expr):
         if keep:
             raise TypeError(
                 "state: expected none with an expression, which polars may run at any time and "
                 "more than once, got one; pass a Series or a DataFrame"
             )
-        return _expression(data, averages, by)
+        return _expression(data, averages, window, by)
     if isinstance(data, pl.Series):
         if isinstance(by, str | pl.Expr):
             raise TypeError(f"by: expected a Series, or a list of them, got {by!r}")
         several = isinstance(by, list | tuple) and all(isinstance(key, pl.Series) for key in by)
         keys = [] if by is None else [pl.Series(key) for key in (by if several else [by])]
-        return _scan([data], averages, _unnamed(keys), keep=keep)[0]
+        return _scan([data], averages, window, _unnamed(keys), keep=keep)[0]
     if isinstance(data, pl.DataFrame):
         keyed = pl.DataFrame() if by is None else data.select(by)
         columns = [column for column in data if column.name not in keyed.columns]
-        return data.with_columns(_scan(columns, averages, keyed, keep=keep, name_keys=True))
+        return data.with_columns(_scan(columns, averages, window, keyed, keep=keep, name_keys=True))
     raise TypeError(
         f"data: expected an expression, a Series or a DataFrame, got {type(data).__name__}"
         + ("; pass an expression to its with_columns" if isinstance(data, pl.LazyFrame) else "")
     )
 
 
-def _expression(data: pl.Expr, averages: TailAverages, by: Any) -> pl.Expr:
+def _expression(data: pl.Expr, averages: TailAverages, window: Reading | None, by: Any) -> pl.Expr:
     def scan(columns: Sequence[pl.Series]) -> pl.Series:
-        return _scan(columns[:1], averages, _unnamed(columns[1:]), keep=False)[0]
+        return _scan(columns[:1], averages, window, _unnamed(columns[1:]), keep=False)[0]
 
     # a division by 1 makes floats of integers, and keeps Float32: the dtype is known beforehand
     dtype = pl.self_dtype()
@@ -101,6 +104,7 @@ def _expression(data: pl.Expr, averages: TailAverages, by: Any) -> pl.Expr:
 def _scan(
     columns: Sequence[pl.Series],
     averages: TailAverages,
+    window: Reading | None,
     by: pl.DataFrame,
     *,
     keep: bool,
@@ -122,7 +126,8 @@ def _scan(
         floats = column if column.dtype.is_float() else column.cast(pl.Float64)
         parts.append((codes, names, floats.to_numpy()))  # with NaN for null
     results = []
-    for column, (values,) in zip(columns, averages.scan_parts(parts, keep=keep), strict=True):
+    scanned = averages.scan_parts(parts, [window], keep=keep)
+    for column, (values,) in zip(columns, scanned, strict=True):
         # rows before the first sample have no average: if there is one group, the first rows
         nulls = averages.nan_policy == "omit" and has_nan(values if by.width else values[:1])
         result = pl.Series(column.name, values, nan_to_null=nulls)

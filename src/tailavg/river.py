@@ -36,7 +36,7 @@ class TailMean(stats.base.RollingUnivariate):
     k samples. Before the first sample it is 0, as river's means are.
 
     Args:
-        window: As in `TailAverage`: `100` is the last hundred samples, `0.25` the last quarter of
+        rule: As in `TailAverage`: `100` is the last hundred samples, `0.25` the last quarter of
             them, `Exponential(100)` an exponential mean of that size.
 
     Examples:
@@ -56,9 +56,9 @@ class TailMean(stats.base.RollingUnivariate):
         {'temperature_tailmean_2_by_place': 15.0}
     """
 
-    def __init__(self, window: AnyWindow | Rule) -> None:
-        self.window = window
-        self._average = _average(window)
+    def __init__(self, rule: AnyWindow | Rule) -> None:
+        self.rule = rule
+        self._average = _average(rule)
 
     def update(self, x: float) -> None:
         """Take one sample."""
@@ -77,7 +77,7 @@ class TailMean(stats.base.RollingUnivariate):
     @property
     def name(self) -> str:
         """A name that stays the same as the window grows: `tailmean_100`, `tailmean_0.25`."""
-        fields = re.sub(r"\w+=", "", str(self.window))
+        fields = re.sub(r"\w+=", "", str(self.rule))
         return "_".join(["tailmean", *re.findall(r"[\w.]+", fields)]).lower()
 
     def state_dict(self) -> dict[str, Any]:
@@ -106,8 +106,8 @@ class TailMean(stats.base.RollingUnivariate):
 
     @classmethod
     def _unit_test_params(cls) -> Iterator[dict[str, Any]]:
-        yield {"window": 10}
-        yield {"window": 0.25}
+        yield {"rule": 10}
+        yield {"rule": 0.25}
 
 
 class TailAverager(optim.base.Optimizer):
@@ -125,7 +125,7 @@ class TailAverager(optim.base.Optimizer):
 
     Args:
         optimizer: The optimizer that trains. Each model needs a `TailAverager` of its own.
-        window: As in `TailAverage`: `0.25` is the last quarter of the steps so far.
+        rule: As in `TailAverage`: `0.25` is the last quarter of the steps so far.
 
     Examples:
         >>> from river import linear_model, optim
@@ -140,16 +140,16 @@ class TailAverager(optim.base.Optimizer):
         {'x': 2.0} {'x': 2.5}
     """
 
-    def __init__(self, optimizer: optim.base.Optimizer, window: AnyWindow | Rule) -> None:
+    def __init__(self, optimizer: optim.base.Optimizer, rule: AnyWindow | Rule) -> None:
         if not isinstance(optimizer, optim.base.Optimizer):
             raise TypeError(
                 "optimizer: expected one of river.optim, such as optim.SGD(0.01), "
                 f"got {optimizer!r}"
             )
         self.optimizer = optimizer
-        self.window = window
+        self.rule = rule
         self.n_iterations = 0
-        self._average = _average(window)  # of vectors: the weights, then zeros
+        self._average = _average(rule)  # of vectors: the weights, then zeros
         self._room = 0  # how many elements those have
         self._iterate: dict[Any, float] = {}  # the weights that the optimizer left
         self._is_ahead = False  # whether the model has those, for its gradient
@@ -218,20 +218,20 @@ class TailAverager(optim.base.Optimizer):
         return {"optimizer"}
 
     def __repr__(self) -> str:
-        return f"{self.__class__.__name__}({self.optimizer!r}, {self.window!r})"
+        return f"{self.__class__.__name__}({self.optimizer!r}, {self.rule!r})"
 
     @classmethod
     def _unit_test_params(cls) -> Iterator[dict[str, Any]]:
-        yield {"optimizer": optim.SGD(), "window": 0.25}
+        yield {"optimizer": optim.SGD(), "rule": 0.25}
 
 
-def _average(window: AnyWindow | Rule) -> TailAverage:
-    if isinstance(window, AnyTail):
+def _average(rule: AnyWindow | Rule) -> TailAverage:
+    if isinstance(rule, AnyTail):
         raise TypeError(
-            "window: expected a number, a window or a rule that has one, got "
-            f"{window!r}, which has none; name one, such as 0.25"
+            "rule: AnyTail has no window of its own, and river cannot pass one when it reads; pass "
+            "a number, a window or another rule, such as 0.25"
         )
-    return TailAverage(window)
+    return TailAverage(rule)
 
 
 def _number(x: Any) -> float:

@@ -172,8 +172,8 @@ def test_a_bad_bundle_is_refused(bad):
 
 
 @pytest.mark.parametrize("bad", [0, 1.5, True, "0.5", None], ids=repr)
-def test_a_bad_window_is_refused(bad):
-    with pytest.raises((ValueError, TypeError), match=r"window: expected .*, got"):
+def test_a_bad_rule_is_refused(bad):
+    with pytest.raises((ValueError, TypeError), match=r"rule: expected .*, got"):
         tail_average(bad)
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tailavg import (
     AnyTail,
     AnytimeWindow,
+    Decay,
     Exponential,
     TailAverage,
     TailAverages,
@@ -72,6 +73,28 @@ def test_groups(rule):
         of_run = (df["run"] == run).to_numpy()
         weights = weight_matrix(rule, int(of_run.sum()))
         assert_close(got["loss"][of_run], weighted(weights, df["loss"].to_numpy()[of_run]), 1e-12)
+
+
+@pytest.mark.parametrize("window", [0.25, 1.0, Decay(0.5, "cosine")], ids=str)
+def test_an_any_tail_is_read_with_a_window(window):
+    df = frame()
+    got = tail_mean(df["loss"], AnyTail(), window=window)
+    np.testing.assert_array_equal(got, TailAverage(AnyTail()).scan(df["loss"].to_numpy(), window))
+    by_run, state = tail_mean(df, AnyTail(), window=window, by="run"), TailAverages(AnyTail())
+    expected = state.scan(df["run"], df["loss"], window)
+    assert_close(by_run["loss"], expected, 1e-12)
+
+
+def test_a_window_that_is_too_short_changes_no_state():
+    series, state = frame()["loss"], TailAverages(AnyTail(), nan_policy="omit")
+    whole = tail_mean(series, AnyTail(), window=0.5)
+    tail_mean(series[:200], AnyTail(), window=0.25, state=state)
+    for window in (0.05, None):
+        with pytest.raises(ValueError, match="window"):
+            tail_mean(series[200:], AnyTail(), window=window, state=state)
+    assert state["loss"].count == 200
+    got = tail_mean(series[200:], AnyTail(), window=0.5, state=state)
+    assert_close(got, whole[200:], 1e-12)
 
 
 def test_every_way_to_group_gives_the_same():
@@ -220,8 +243,14 @@ def test_what_is_refused():
         tail_mean(np.ones(3), 2)
     with pytest.raises(TypeError, match="by: expected none"):
         tail_mean(df.groupby("run"), 2, by="run")
-    with pytest.raises(ValueError, match="window"):
+    with pytest.raises(ValueError, match=r"^AnyTail has no window of its own: pass window=0\.25$"):
         tail_mean(df["loss"], AnyTail())
+    with pytest.raises(ValueError, match=r"window: AnytimeWindow.* has its own window, got 0\.25"):
+        tail_mean(df["loss"], 2, window=0.25)
+    with pytest.raises(TypeError, match=r"window: expected an int.* of type list"):
+        tail_mean(df["loss"], AnyTail(), window=[0.25, 0.5])
+    with pytest.raises(ValueError, match="rule: expected an int"):
+        tail_mean(df["loss"], 1.5)
     with pytest.raises(TypeError, match="state: expected TailAverages, got TailAverage"):
         tail_mean(df["loss"], 2, state=TailAverage(2))
     for other in (TailAverages(2), TailAverages(3, nan_policy="omit")):

@@ -10,6 +10,7 @@ from polars.testing import assert_frame_equal, assert_series_equal
 from tailavg import (
     AnyTail,
     AnytimeWindow,
+    Decay,
     Exponential,
     TailAverage,
     TailAverages,
@@ -225,10 +226,41 @@ def test_what_is_refused():
         tail_mean(pl.col("loss"), 2, state=TailAverages(2, nan_policy="omit"))
     with pytest.raises(ValueError, match="state: expected TailAverages"):
         tail_mean(df["loss"], 2, state=TailAverages(2))
-    with pytest.raises(ValueError, match="window"):
-        tail_mean(df["loss"], AnyTail())
-    with pytest.raises(ValueError, match="window: expected an int"):
+    for data in (df["loss"], pl.col("loss")):  # not only when polars runs the expression
+        with pytest.raises(ValueError, match=r"^AnyTail has no window of its own: pass window="):
+            tail_mean(data, AnyTail())
+        with pytest.raises(
+            ValueError, match=r"window: AnytimeWindow.* has its own window, got 0\.5"
+        ):
+            tail_mean(data, 2, window=0.5)
+        with pytest.raises(TypeError, match=r"window: expected an int.* of type list"):
+            tail_mean(data, AnyTail(), window=[0.25, 0.5])
+    with pytest.raises(ValueError, match="rule: expected an int"):
         tail_mean(pl.col("loss"), 1.5)
+
+
+@pytest.mark.parametrize("window", [0.25, 1.0, Decay(0.5, "cosine")], ids=str)
+def test_an_any_tail_is_read_with_a_window(window):
+    df = frame()
+    expected = TailAverage(AnyTail()).scan(df["loss"].to_numpy(), window)
+    by_run = TailAverages(AnyTail()).scan(df["run"].to_list(), df["loss"].to_numpy(), window)
+    for data in (df["loss"], df.select("loss"), pl.col("loss")):
+        got = tail_mean(data, AnyTail(), window=window)
+        column = got if isinstance(got, pl.Series) else df.select("loss").with_columns(got)["loss"]
+        assert_close(column.to_numpy(), expected, 1e-12)
+    got = df.select(tail_mean(pl.col("loss"), AnyTail(), window=window, by="run"))["loss"]
+    assert_close(got.to_numpy(), by_run, 1e-12)
+
+
+def test_a_window_that_is_too_short_changes_no_state():
+    series, state = frame()["loss"], TailAverages(AnyTail(), nan_policy="omit")
+    tail_mean(series[:200], AnyTail(), window=0.25, state=state)
+    for window in (0.05, None):
+        with pytest.raises(ValueError, match="window"):
+            tail_mean(series[200:], AnyTail(), window=window, state=state)
+    assert state["loss"].count == 200
+    got = tail_mean(series[200:], AnyTail(), window=0.5, state=state)
+    assert_close(got.to_numpy(), tail_mean(series, AnyTail(), window=0.5)[200:].to_numpy(), 1e-12)
 
 
 @given(

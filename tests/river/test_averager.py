@@ -248,7 +248,7 @@ def test_a_clone_begins_anew():
     found = list(learned(model, samples))
     clone = model.clone()
     assert clone.weights == {}
-    assert clone.optimizer.window == Exponential(10)
+    assert clone.optimizer.rule == Exponential(10)
     assert clone.optimizer.optimizer is not model.optimizer.optimizer
     assert list(learned(clone, samples)) == found
 
@@ -324,7 +324,7 @@ def test_weights_that_are_arrays_are_refused():
 def test_what_is_no_optimizer_and_what_has_no_window_is_refused():
     with pytest.raises(TypeError, match=r"optimizer: expected one of river.optim.*got 0.25"):
         TailAverager(0.25, optim.SGD())
-    with pytest.raises(TypeError, match=r"window: expected a number.*got AnyTail"):
+    with pytest.raises(TypeError, match="rule: AnyTail has no window of its own"):
         TailAverager(optim.SGD(), AnyTail())
 
 

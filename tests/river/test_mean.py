@@ -32,11 +32,11 @@ def test_the_mean_after_each_sample(rule):
     assert_close(got, averages(weight_matrix(rule, 300), xs), 1e-12)
 
 
-@pytest.mark.parametrize("window", [1, 10, 0.25, 1.0, Fixed(7), Growing(0.5, at_most=20)])
-def test_a_window_is_what_tail_average_takes(window):
+@pytest.mark.parametrize("rule", [1, 10, 0.25, 1.0, Fixed(7), Growing(0.5, at_most=20)])
+def test_a_rule_is_what_tail_average_takes(rule):
     xs = FLOAT.draw(100).tolist()
-    mean = fed(TailMean(window), xs)
-    average = fed(TailAverage(window), xs)
+    mean = fed(TailMean(rule), xs)
+    average = fed(TailAverage(rule), xs)
     assert mean.get() == average.value()
 
 
@@ -66,21 +66,21 @@ def test_what_is_not_a_number_is_refused_and_changes_nothing(x, before):
 
 
 def test_an_any_tail_is_refused():
-    with pytest.raises(TypeError, match=r"window: expected a number.*got AnyTail.*such as 0.25"):
+    with pytest.raises(TypeError, match=r"rule: AnyTail has no window of its own.*such as 0\.25"):
         TailMean(AnyTail())
 
 
-@pytest.mark.parametrize("window", [0, -1, 1.5, "3", None])
-def test_a_bad_window_is_refused_as_by_tail_average(window):
-    with pytest.raises((TypeError, ValueError)) as expected:
-        TailAverage(window)
+@pytest.mark.parametrize("rule", [0, -1, 1.5, "3", None])
+def test_a_bad_rule_is_refused_as_by_tail_average(rule):
+    with pytest.raises((TypeError, ValueError), match=r"^rule: expected an int") as expected:
+        TailAverage(rule)
     with pytest.raises(expected.type) as got:
-        TailMean(window)
+        TailMean(rule)
     assert str(got.value) == str(expected.value)
 
 
 @pytest.mark.parametrize(
-    ("window", "name"),
+    ("rule", "name"),
     [
         (100, "tailmean_100"),
         (0.25, "tailmean_0.25"),
@@ -90,8 +90,8 @@ def test_a_bad_window_is_refused_as_by_tail_average(window):
         (AnytimeWindow(100, 5), "tailmean_anytimewindow_fixed_100_5_balanced"),
     ],
 )
-def test_the_name_tells_windows_apart_and_stays(window, name):
-    mean = TailMean(window)
+def test_the_name_tells_rules_apart_and_stays(rule, name):
+    mean = TailMean(rule)
     assert mean.name == name
     assert fed(mean, range(500)).name == name
 
@@ -117,13 +117,13 @@ def test_text_and_order():
     assert large > fed(stats.Mean(), [3])
 
 
-def test_a_clone_has_the_window_and_no_samples():
+def test_a_clone_has_the_rule_and_no_samples():
     mean = fed(TailMean(Exponential(10)), range(20))
     clone = mean.clone()
-    assert clone.window == mean.window == Exponential(10)
+    assert clone.rule == mean.rule == Exponential(10)
     assert clone.get() == 0.0
     assert fed(clone, range(20)).get() == mean.get()
-    assert mean.clone({"window": 0.5}).window == 0.5
+    assert mean.clone({"rule": 0.5}).rule == 0.5
     assert mean.clone(include_attributes=True).get() == mean.get()
 
 
@@ -164,7 +164,7 @@ def test_a_state_that_is_not_of_real_numbers_is_refused(sample):
 
 def test_a_state_of_an_any_tail_is_refused():
     average = fed(TailAverage(AnyTail()), range(100))
-    with pytest.raises(TypeError, match=r"window: expected a number.*got AnyTail"):
+    with pytest.raises(TypeError, match="rule: AnyTail has no window of its own"):
         TailMean.from_state_dict(average.state_dict())
 
 
@@ -215,8 +215,8 @@ def test_links():
 @pytest.mark.parametrize(
     "rolling",
     [
-        lambda: utils.Rolling(TailMean, window_size=3, window=3),
-        lambda: utils.TimeRolling(TailMean, period=dt.timedelta(days=1), window=3),
+        lambda: utils.Rolling(TailMean, window_size=3, rule=3),
+        lambda: utils.TimeRolling(TailMean, period=dt.timedelta(days=1), rule=3),
     ],
 )
 def test_it_cannot_be_rolled_since_it_keeps_no_samples(rolling):

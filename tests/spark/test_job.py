@@ -352,7 +352,7 @@ def test_a_checkpoint_says_what_it_is_of():
     again = Job.from_text(one.text())
     assert again.text() == one.text()
     one.check(job(RULES["windows"], columns=("x", "y"), by=("a", "b"), late="drop").text())
-    with pytest.raises(ValueError, match=r"window: expected AnytimeWindow.*0.25.* got .*AnyTail"):
+    with pytest.raises(ValueError, match=r"rule: expected AnytimeWindow.*0.25.* got .*AnyTail"):
         one.check(job(columns=("x", "y"), by=("a", "b")).text())
     with pytest.raises(ValueError, match="version 1"):
         one.check(one.text().replace('"version": 1', '"version": 2'))

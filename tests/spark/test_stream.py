@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from tailavg import AnyTail, Exponential, TailAverage
+from tailavg import AnyTail, ExactWindow, Exponential, TailAverage
 from tailavg.spark import saved_states, tail_mean
 from tailavg.spark.frames import _Processor
 from tests.support import spark_streams as runs
@@ -74,7 +74,7 @@ def test_late_rows_new_keys_and_missing_values(late, spark, tmp_path):
     put(tmp_path, "2", given(), SMALL)
     late_rows = ("a", None, 9.0), ("a", 2, 7.0)
     put(tmp_path, "3", given(*late_rows, ("a", 5, float("nan")), ("b", 1, 2.0)), SMALL)
-    options = {"window": 2, "by": "run", "order_by": "step"}
+    options = {"rule": 2, "by": "run", "order_by": "step"}
     lines = runs.stream(spark, tmp_path)
     query = runs.ran(tail_mean(lines, "loss", late=late, **options), tmp_path)
     metrics = [batch["observedMetrics"]["tailavg loss_tail"] for batch in query.recentProgress]
@@ -89,9 +89,7 @@ def test_late_rows_new_keys_and_missing_values(late, spark, tmp_path):
         runs.ran(tail_mean(lines, "loss", late="error", **options), tmp_path)
 
 
-def test_another_window_on_an_old_checkpoint_is_refused_and_the_state_goes_elsewhere(
-    spark, tmp_path
-):
+def test_another_rule_on_an_old_checkpoint_is_refused_and_the_state_goes_elsewhere(spark, tmp_path):
     from pyspark.errors import StreamingQueryException
 
     losses, rng = runs.losses(5, 60), np.random.default_rng(1)
@@ -99,7 +97,7 @@ def test_another_window_on_an_old_checkpoint_is_refused_and_the_state_goes_elsew
     lines = runs.stream(spark, tmp_path)
     runs.ran(tail_mean(lines, "loss", 0.25, by="run", order_by="step", output="latest"), tmp_path)
     runs.write(tmp_path / "in", "1", runs.table(losses, slice(40, 60), rng))
-    with pytest.raises(StreamingQueryException, match=r"window: expected .*c=0.25.* got .*c=0.5"):
+    with pytest.raises(StreamingQueryException, match=r"rule: expected .*c=0.25.* got .*c=0.5"):
         runs.ran(tail_mean(lines, "loss", 0.5, by="run", order_by="step"), tmp_path)
 
     states = saved_states(spark, str(tmp_path / "checkpoint"))
@@ -253,11 +251,18 @@ def test_mistakes_are_told_before_anything_runs(spark, tmp_path):
             "order_by: 'run' is of type string, expected numbers, dates or timestamps",
         ),
         (
-            {"window": AnyTail()},
+            {"rule": AnyTail()},
             ValueError,
-            "window: expected a window, or a rule that has one and keeps no samples, got AnyTail",
+            "AnyTail has no window of its own: pass its windows instead, as in [0.1, 0.25, 0.5]",
         ),
-        ({"window": 1.5}, ValueError, "window: expected an int >= 1"),
+        (
+            {"rule": ExactWindow(2)},
+            ValueError,
+            "rule: expected a rule that stores no samples, got ExactWindow",
+        ),
+        ({"rule": [0.1, 0.1]}, ValueError, "rule: expected at least one window, each once, got"),
+        ({"rule": [0.1, 1.5]}, ValueError, "rule: expected an int >= 1"),
+        ({"rule": 1.5}, ValueError, "rule: expected an int >= 1"),
         ({"output": "all"}, ValueError, "output: expected one of ('rows', 'latest'), got 'all'"),
         ({"late": "keep"}, ValueError, "late: expected one of"),
         ({"nan_policy": "skip"}, ValueError, "nan_policy: expected one of"),
@@ -265,7 +270,7 @@ def test_mistakes_are_told_before_anything_runs(spark, tmp_path):
         ({"buckets": 0}, ValueError, "buckets: expected an int from 1 to 4096, got 0"),
         ({"initial_state": spark.range(1)}, ValueError, "initial_state: expected a column 'run'"),
     ):
-        asked = {"columns": "loss", "window": 0.25, "by": "run", "order_by": "step"} | mistake
+        asked = {"columns": "loss", "rule": 0.25, "by": "run", "order_by": "step"} | mistake
         with pytest.raises(error, match=re.escape(message)):
             tail_mean(lines, **asked)
     dotted = lines.withColumnRenamed("step", "a.b")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tailavg import Exponential
+from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential
 from tailavg.torch.batchnorm import convert_tail_batchnorm, revert_batchnorm
 from tests.support.batchnorms import assert_dense, draw, kinds, net, same, snapshot, train
 from tests.support.torch_models import saved
@@ -52,7 +52,7 @@ def test_a_batchnorm_itself_is_converted(kind, shape):
     norm = convert_tail_batchnorm(kind(3), 0.25)
     assert isinstance(norm, kind)
     assert type(norm) is not kind
-    assert "window=Growing(c=0.25, at_most=None)" in repr(norm)
+    assert "rule=Exponential(window=Growing(c=0.25, at_most=None))" in repr(norm)
 
 
 def test_a_process_group_is_kept():
@@ -66,7 +66,7 @@ def test_momenta_stay():
     assert [model.norm.momentum, model.block[1].momentum] == [0.3, None]
 
 
-def test_conversion_of_a_converted_model_changes_the_window():
+def test_conversion_of_a_converted_model_changes_the_rule():
     batches = draw((6, 3), 20)
     norm = convert_tail_batchnorm(convert_tail_batchnorm(nn.BatchNorm1d(3), 3), 0.5)
     assert_dense(Exponential(0.5), batches, train(norm, batches))
@@ -91,22 +91,37 @@ def test_what_is_not_torchs_own_is_left_with_a_warning_that_names_it():
     assert warned[0].filename == __file__
     assert type(model[1][0]) is Mine
     assert type(model[2]) is nn.LazyBatchNorm2d
-    assert "window" in repr(model[0])
+    assert "rule=" in repr(model[0])
     x = draw((3, 3, 2, 2), 1)[0]
     model(x)
     with pytest.warns(UserWarning, match=r": 1\.0 \(Mine\)$"):
         convert_tail_batchnorm(model, 0.25)  # the lazy one has become a BatchNorm2d
-    assert "window" in repr(model[2])
+    assert "rule=" in repr(model[2])
     with pytest.warns(UserWarning, match=r": model \(Mine\)$"):
         convert_tail_batchnorm(Mine(3), 0.25)
 
 
 @pytest.mark.parametrize("bad", [0, 1.5, True, "0.5", None], ids=repr)
-def test_a_bad_window_is_refused_and_nothing_converted(bad):
+def test_a_bad_rule_is_refused_and_nothing_converted(bad):
     model = net()
-    with pytest.raises((ValueError, TypeError), match="window: expected"):
+    with pytest.raises((ValueError, TypeError), match="rule: expected"):
         convert_tail_batchnorm(model, bad)
     assert type(model.norm) is nn.BatchNorm2d
+
+
+@pytest.mark.parametrize("rule", [AnyTail(), AnytimeWindow(0.25), ExactWindow(9)], ids=str)
+def test_a_rule_other_than_an_exponential_is_refused_and_nothing_converted(rule):
+    model = net()
+    with pytest.raises(TypeError, match=r"rule: .* an Exponential only, got .*; pass a number"):
+        convert_tail_batchnorm(model, rule)
+    assert type(model.norm) is nn.BatchNorm2d
+
+
+def test_an_exponential_is_what_its_window_is():
+    batches = draw((6, 3), 20)
+    norm = convert_tail_batchnorm(nn.BatchNorm1d(3), Exponential(0.5))
+    assert_dense(Exponential(0.5), batches, train(norm, batches))
+    assert repr(norm) == repr(convert_tail_batchnorm(nn.BatchNorm1d(3), 0.5))
 
 
 # Reversion

@@ -46,7 +46,7 @@ def test_a_model_on_the_meta_device_is_refused():
 RULE = r"needs a rule .*Exponential\(k\) with k = \(1 \+ decay\) / \(1 - decay\).*rule=1.0"
 WRONG = {
     "no rule": ((), {}, RULE),
-    "a device for a rule": (("cpu",), {}, "window: expected an int"),
+    "a device for a rule": (("cpu",), {}, "rule: expected an int"),
     "an unknown name": ((10,), {"buffer": "copy"}, "buffer"),
     "ema": ((), {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.999)}, RULE),
     "swa": ((), {"avg_fn": swa_utils.get_swa_avg_fn()}, RULE),

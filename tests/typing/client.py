@@ -156,7 +156,8 @@ def with_trainers(model: torch.nn.Module) -> list[object]:
 def with_frames(series: pl.Series, frame: pl.DataFrame, table: DataFrame, s: SparkSession) -> None:
     assert_type(tailavg.polars.tail_mean(series, 0.25), pl.Series)
     assert_type(tailavg.polars.tail_mean(frame, 0.25, by="run"), pl.DataFrame)
-    assert_type(tailavg.polars.tail_mean(pl.col("loss"), 0.25), pl.Expr)
+    assert_type(tailavg.polars.tail_mean(pl.col("loss"), rule=0.25), pl.Expr)
+    assert_type(tailavg.polars.tail_mean(series, AnyTail(), window=0.25), pl.Series)
     tailavg.polars.tail_mean([1.0], 0.25)  # type: ignore[type-var] # pyright: ignore[reportArgumentType]
     assert_type(tailavg.spark.tail_mean(table, "loss", [0.1, 0.25], by="run"), DataFrame)
     assert_type(tailavg.spark.saved_states(s, "checkpoint"), DataFrame)
@@ -165,12 +166,13 @@ def with_frames(series: pl.Series, frame: pl.DataFrame, table: DataFrame, s: Spa
 
 def with_pandas(series: pd.Series, frame: pd.DataFrame, state: TailAverages) -> None:
     assert_type(tailavg.pandas.tail_mean(series, 0.25, state=state), pd.Series)
-    assert_type(tailavg.pandas.tail_mean(frame, 0.25, by="run"), pd.DataFrame)
+    assert_type(tailavg.pandas.tail_mean(frame, rule=0.25, by="run"), pd.DataFrame)
+    assert_type(tailavg.pandas.tail_mean(frame, AnyTail(), window=0.25), pd.DataFrame)
     tailavg.pandas.tail_mean(series, by="run")  # type: ignore[call-overload] # pyright: ignore[reportCallIssue]
 
 
 def with_river() -> None:
-    mean = tailavg.river.TailMean(0.25)
+    mean = tailavg.river.TailMean(rule=0.25)
     mean.update(1.0)
     assert_type(mean.get(), float)
     assert_type(mean.window_size, int)

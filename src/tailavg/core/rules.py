@@ -314,7 +314,7 @@ def as_rule(rule: AnyWindow | Rule) -> Rule:
             f"rule: expected a number, a window or a rule, got {rule}; average with AnyTail(), and "
             "read that with the decay"
         )
-    return rule if isinstance(rule, Rule) else AnytimeWindow(rule)
+    return rule if isinstance(rule, Rule) else AnytimeWindow(as_window(rule, "rule"))
 
 
 def as_training_rule(rule: AnyWindow | Rule, stacklevel: int = 4) -> Rule:
@@ -390,9 +390,9 @@ def shared_rules(
     ]
 
 
-def no_window_error() -> ValueError:
+def no_window_error(advice: str = "pass one, as in value(0.25)") -> ValueError:
     """Return the error for an `AnyTail` that is read without a window."""
-    return ValueError("AnyTail has no window of its own: pass one, as in value(0.25)")
+    return ValueError(f"AnyTail has no window of its own: {advice}")
 
 
 def size_of(rule: Rule, window: Reading | None, t: int) -> float:

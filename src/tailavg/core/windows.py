@@ -238,8 +238,10 @@ Window = Fixed | Growing
 AnyWindow = Window | int | float
 
 
-def as_window(window: AnyWindow) -> Window:
+def as_window(window: AnyWindow, name: str = "window") -> Window:
     """Return a window for a number: 100 is the last hundred samples, 0.25 the last quarter.
+
+    `name` is the argument that an error names.
 
     Examples:
         >>> as_window(1), as_window(1.0)
@@ -249,12 +251,12 @@ def as_window(window: AnyWindow) -> Window:
         return window
     expected = "expected an int >= 1 (the last that many) or a float in (0, 1] (the last fraction)"
     if isinstance(window, bool | np.bool_) or not isinstance(window, Real):
-        raise TypeError(f"window: {expected}, got {window!r} of type {type(window).__name__}")
+        raise TypeError(f"{name}: {expected}, got {window!r} of type {type(window).__name__}")
     if isinstance(window, Integral) and window >= 1:
         return _fixed(int(window))
     if not isinstance(window, Integral) and 0 < window <= 1:
         return _growing(float(window))
-    raise ValueError(f"window: {expected}, got {shown(window)}")
+    raise ValueError(f"{name}: {expected}, got {shown(window)}")
 
 
 _fixed, _growing = lru_cache(Fixed), lru_cache(Growing)  # reads often repeat the same few windows

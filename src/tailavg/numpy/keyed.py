@@ -16,7 +16,7 @@ import numpy as np
 
 from tailavg.core.clock import clock_for
 from tailavg.core.decay import Reading
-from tailavg.core.rules import AnyTail, ExactWindow, Rule, window_of
+from tailavg.core.rules import AnyTail, ExactWindow, Rule, no_window_error, window_of
 from tailavg.core.windows import AnyWindow, shown
 from tailavg.io import state as layout
 from tailavg.numpy.arithmetic import Array
@@ -519,10 +519,19 @@ def from_row(table: Any, row: int, empty: TailAverage) -> TailAverage:
 
 
 def averages_for(
-    rule: AnyWindow | Rule, nan_policy: NanPolicy, state: TailAverages | None
+    rule: AnyWindow | Rule,
+    window: Reading | None,
+    nan_policy: NanPolicy,
+    state: TailAverages | None,
 ) -> TailAverages:
-    """Return `state`, or new averages if it is None. Raise if its rule or nan_policy differs."""
+    """Return `state`, or new averages if it is None. Raise if its rule or nan_policy differs.
+
+    Also raise if the rule needs a `window` to be read with and has none, or the other way round.
+    """
     new = TailAverages(rule, nan_policy=nan_policy)
+    if isinstance(new.rule, AnyTail) and window is None:
+        raise no_window_error("pass window=0.25")
+    window_of(new.rule, window, 1)
     if state is None:
         return new
     if not isinstance(state, TailAverages):

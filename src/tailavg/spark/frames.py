@@ -26,7 +26,14 @@ with needs("spark"):
     from pyspark.sql import types as kinds
     from pyspark.sql.streaming.stateful_processor import StatefulProcessor
 
-from tailavg.core.rules import AnyTail, ExactWindow, Rule, as_rule, shared_rules
+from tailavg.core.rules import (
+    AnyTail,
+    ExactWindow,
+    Rule,
+    as_rule,
+    no_window_error,
+    shared_rules,
+)
 from tailavg.core.windows import AnyWindow, Fixed, Window, as_window, shown
 from tailavg.numpy.average import NanPolicy
 from tailavg.spark import job as jobs
@@ -49,7 +56,7 @@ _ORDERED = tuple(type(kinds.StructType().add("", name)[0].dataType) for name in 
 def tail_mean(
     df: DataFrame,
     columns: str | Sequence[str],
-    window: AnyWindow | Rule | Sequence[AnyWindow],
+    rule: AnyWindow | Rule | Sequence[AnyWindow],
     *,
     by: str | Sequence[str] = (),
     order_by: str | None = None,
@@ -69,7 +76,7 @@ def tail_mean(
     Args:
         df: A DataFrame, streaming or not, of Spark or Spark Connect.
         columns: What to average: the names of columns of numbers.
-        window: How many samples are averaged, and how: a number (an int for the last that many, a
+        rule: How many samples are averaged, and how: a number (an int for the last that many, a
             float in (0, 1] for the last fraction), a window or a rule, as for `TailAverage`. Or
             several numbers or windows: one `AnyTail` serves all fractions.
         by: The columns of the key. Without any, there is one average of all.
@@ -102,7 +109,7 @@ def tail_mean(
             raise ValueError(f"{name}: expected one of {get_args(allowed)}, got {value!r}")
     if type(buckets) is not int or not 1 <= buckets <= 4096:
         raise ValueError(f"buckets: expected an int from 1 to 4096, got {shown(buckets)}")
-    reads, suffixes = _reads(window)
+    reads, suffixes = _reads(rule)
     names = [f"{column}_tail{suffix}" for column in columns for suffix in suffixes]
     _check_columns(df.schema, columns, by, order_by, names)
     if not by:
@@ -174,18 +181,19 @@ def _names(names: str | Sequence[str], option: str) -> tuple[str, ...]:
     return listed
 
 
-def _reads(window: Any) -> tuple[list[tuple[Rule, Window | None]], list[str]]:
+def _reads(rule: Any) -> tuple[list[tuple[Rule, Window | None]], list[str]]:
     """Return, for each average of a column, its rule and the window to read; and its suffix."""
-    if isinstance(window, list | tuple):
-        windows = list(map(as_window, window))
+    if isinstance(rule, list | tuple):
+        windows = [as_window(window, "rule") for window in rule]
         if not windows or len(set(windows)) < len(windows):
-            raise ValueError(f"window: expected at least one, each once, got {window!r}")
+            raise ValueError(f"rule: expected at least one window, each once, got {rule!r}")
         return shared_rules(windows), [f"_{_text(window)}" for window in windows]
-    rule = as_rule(window)
-    if isinstance(rule, AnyTail | ExactWindow):
+    rule = as_rule(rule)
+    if isinstance(rule, AnyTail):
+        raise no_window_error("pass its windows instead, as in [0.1, 0.25, 0.5]")
+    if isinstance(rule, ExactWindow):
         raise ValueError(
-            f"window: expected a window, or a rule that has one and keeps no samples, got {rule}; "
-            "several windows, such as [0.1, 0.25, 0.5], share one AnyTail"
+            f"rule: expected a rule that stores no samples, got {rule}; pass its window alone"
         )
     return [(rule, None)], [""]
 

@@ -114,7 +114,7 @@ class Job:
             was, now = getattr(before, name), getattr(self, name)
             if was != now:
                 raise ValueError(
-                    f"{'window' if name == 'rules' else name}: expected {_listed(was)}, with which "
+                    f"{'rule' if name == 'rules' else name}: expected {_listed(was)}, with which "
                     f"this checkpoint was made, got {_listed(now)}; start with a new checkpoint"
                 )
 

@@ -18,16 +18,17 @@ from torch.nn import functional as F  # noqa: N812
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
+from tailavg.core.rules import Exponential, Rule
 from tailavg.core.windows import AnyWindow, Fixed, Window, as_window
 
 __all__ = ["convert_tail_batchnorm", "recompute_batchnorm", "revert_batchnorm"]
 
 
-def convert_tail_batchnorm(model: nn.Module, window: AnyWindow) -> nn.Module:
+def convert_tail_batchnorm(model: nn.Module, rule: AnyWindow | Exponential) -> nn.Module:
     """Make the running statistics of every BatchNorm in `model` average a window of batches.
 
-    They follow the growing exponential, `Exponential(window)`: over the last quarter of all batches
-    so far for `window=0.25`, over the last hundred for `window=100`. An empty batch is not counted.
+    They follow the growing exponential, `Exponential(rule)`: over the last quarter of all batches
+    so far for `rule=0.25`, over the last hundred for `rule=100`. An empty batch is not counted.
 
     Training outputs and the keys of the state dict do not change, so checkpoints load both ways:
     the step is the existing buffer `num_batches_tracked`. Keep the statistics in float32, as
@@ -35,7 +36,7 @@ def convert_tail_batchnorm(model: nn.Module, window: AnyWindow) -> nn.Module:
     is a number is ignored; `None` keeps torch's meaning, the plain mean, as `update_bn` needs it.
 
     The modules remain the same objects; only their class changes. Converting a converted model
-    changes the window. Modules that track no statistics are left alone, and so are, with a warning,
+    changes the rule. Modules that track no statistics are left alone, and so are, with a warning,
     subclasses that are not torch's own and lazy modules that have not seen a batch. Call
     `SyncBatchNorm.convert_sync_batchnorm` before, if you need it.
 
@@ -43,13 +44,13 @@ def convert_tail_batchnorm(model: nn.Module, window: AnyWindow) -> nn.Module:
         The same model.
 
     Examples:
-        >>> convert_tail_batchnorm(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), window=0.25)
+        >>> convert_tail_batchnorm(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), rule=0.25)
         Sequential(
           (0): Linear(in_features=2, out_features=3, bias=True)
-          (1): TailBatchNorm1d(3, eps=1e-05, ..., window=Growing(c=0.25, at_most=None))
+          (1): TailBatchNorm1d(3, eps=1e-05, ..., rule=Exponential(window=Growing(c=0.25, ...)))
         )
     """
-    window = as_window(window)
+    rule = _exponential(rule)
     unknown = []
     for name, module in model.named_modules():
         if not _has_statistics(module):
@@ -59,7 +60,7 @@ def convert_tail_batchnorm(model: nn.Module, window: AnyWindow) -> nn.Module:
             unknown.append(f"{name or 'model'} ({type(module).__name__})")
             continue
         converted = cast("_TailBatchNorm", module)
-        converted._tail_window, converted._tail_steps = window, _steps(window)
+        converted._tail_rule, converted._tail_steps = rule, _steps(rule.window)
         converted.__class__ = tail
     if unknown:
         warnings.warn(
@@ -82,13 +83,13 @@ def revert_batchnorm(model: nn.Module) -> nn.Module:
         The same model.
 
     Examples:
-        >>> revert_batchnorm(convert_tail_batchnorm(nn.BatchNorm1d(3, momentum=0.3), window=0.25))
+        >>> revert_batchnorm(convert_tail_batchnorm(nn.BatchNorm1d(3, momentum=0.3), rule=0.25))
         BatchNorm1d(3, eps=1e-05, momentum=0.3, affine=True, ...track_running_stats=True)
     """
     for module in model.modules():
         if isinstance(module, _TailBatchNorm):
             module.__class__ = _PLAIN[type(module)]  # type: ignore[assignment]
-            del module._tail_window, module._tail_steps
+            del module._tail_rule, module._tail_steps
     return model
 
 
@@ -269,6 +270,18 @@ def _run(model: nn.Module, batch: Any, device: torch.device) -> None:
         model(moved(batch[0] if isinstance(batch, tuple | list) else batch))
 
 
+def _exponential(rule: AnyWindow | Rule) -> Exponential:
+    """Return the rule of the statistics. A number stands for its window."""
+    if isinstance(rule, Exponential):
+        return rule
+    if isinstance(rule, Rule):
+        raise TypeError(
+            f"rule: a BatchNorm has room for an Exponential only, got {rule}; pass a number, a "
+            "window or Exponential(0.25)"
+        )
+    return Exponential(as_window(rule, "rule"))
+
+
 def _steps(window: Window) -> tuple[float, float, float]:
     """c, and the steps between which the window is ct; a fixed one is all until it is full."""
     c, most = (1.0, float(window.k)) if isinstance(window, Fixed) else (window.c, window.most)
@@ -313,7 +326,7 @@ class _TailBatchNorm(_BatchNorm):
     """
 
     if TYPE_CHECKING:
-        _tail_window: Window
+        _tail_rule: Exponential
         _tail_steps: tuple[float, float, float]
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
@@ -342,7 +355,7 @@ class _TailBatchNorm(_BatchNorm):
         return output
 
     def _weight(self, count: Tensor) -> Tensor:
-        """The weight of a batch after `count` others, `Exponential(window).weight(count + 1)`.
+        """The weight of a batch after `count` others, `rule.weight(count + 1)`.
 
         Tensor arithmetic, so that nothing waits for the device and compilers see one graph; and
         little of it: k_t = c u_t, where u_t is t, but at least 1/c and at most what the cap allows.
@@ -369,9 +382,9 @@ class _TailBatchNorm(_BatchNorm):
         return x.numel() > 0
 
     def extra_repr(self) -> str:
-        """Show the window, too."""
+        """Show the rule, too."""
         plain = super().extra_repr()  # type: ignore[no-untyped-call]
-        return f"{plain}, window={self._tail_window}"
+        return f"{plain}, rule={self._tail_rule}"
 
 
 class TailBatchNorm1d(_TailBatchNorm, nn.BatchNorm1d):
