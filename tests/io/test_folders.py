@@ -60,6 +60,17 @@ def test_closed_blocks_are_linked_if_possible(
     np.testing.assert_array_equal(value(layout.read(tmp_path / "two")), value(state))
 
 
+@pytest.mark.parametrize("instead", ["nothing", "a folder"])
+def test_a_block_that_is_no_file_is_refused(tmp_path: Path, instead: str) -> None:
+    layout.write_folder(tmp_path / "state", a_state(45))
+    block = next((tmp_path / "state").glob("block-*"))
+    block.unlink()
+    if instead == "a folder":
+        block.mkdir()
+    with pytest.raises(ValueError, match=r"expected a folder saved by tailavg, .*block-"):
+        layout.read(tmp_path / "state")
+
+
 def test_other_files_are_not_replaced(tmp_path: Path) -> None:
     layout.write_folder(tmp_path / "state", a_state(45))
     (tmp_path / "state" / "thesis.txt").write_text("mine")

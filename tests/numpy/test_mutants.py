@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tailavg import AnyTail, AnytimeWindow, Exponential, TailAverage
+from tailavg import AnyTail, AnytimeWindow, Exponential, TailAverage, TailAverages
 from tailavg.numpy.kernel import kernel
 from tests.support.cases import FEW_RULES, RULES, of_rules
 from tests.support.corrupt_states import broken, mutants, within
@@ -89,6 +89,14 @@ def member(array: Any) -> bytes:
     return file.getvalue()
 
 
+def claimed(dtype: str, shape: tuple[int, ...]) -> bytes:
+    """The header of an array, without the array."""
+    file = io.BytesIO()
+    header = {"descr": dtype, "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, header)
+    return file.getvalue()
+
+
 @pytest.mark.parametrize("packed", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 @pytest.mark.parametrize("name", ["header", "starts", "blocks", "partial"])
 def test_a_crafted_member_is_refused(name: str, packed: int, tmp_path: Path) -> None:
@@ -106,6 +114,7 @@ def test_a_crafted_member_is_refused(name: str, packed: int, tmp_path: Path) -> 
         huge.replace(b"(1,), }" + b" " * 8, b"(100000000000,), }"[:15].ljust(15)),
         member(np.zeros(3 * 10**6)) if packed == zipfile.ZIP_DEFLATED else b"x",  # 24 MB of zeros
         member(np.array("[" * 100_000)),
+        *(claimed(dtype, (10**12,)) for dtype in ("<U0", "<f16", "<f8")),
     ):
         with zipfile.ZipFile(path, "w", packed) as file:
             for found, data in members.items():
@@ -179,3 +188,22 @@ def test_masked_arrays_in_a_list_are_refused() -> None:
             with pytest.raises(TypeError, match="masked"):
                 call(xs)
     assert average == TailAverage(3)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("keys", [{"a": 1}, "b"]),
+        ("keys", [[{"a": 1}], "b"]),
+        ("starts", [[0], [10**400]]),
+        ("counts", [1, 10**400]),
+        ("partial", [1.0, 10**400]),
+        ("blocks", [[1.0], [10**400]]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_crafted_state_of_keys_is_refused(field: str, value: Any) -> None:
+    averages = TailAverages(6)
+    averages.update_many(["a", "b"], [1.0, 2.0])
+    with pytest.raises(ValueError, match=rf"state: {field}"):
+        TailAverages.from_state_dict(averages.state_dict() | {field: value})

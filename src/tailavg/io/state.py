@@ -38,14 +38,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
-from typing import Any
-from zipfile import ZIP_STORED, ZipFile
+from typing import IO, Any
+from zipfile import ZIP_STORED, ZipFile, ZipInfo
 
 import numpy as np
 import numpy.typing as npt
@@ -330,6 +331,10 @@ def check_keyed(state: Any) -> dict[str, Any]:
         if not all(type(entry) in kinds for entry in entries):
             expected = " or ".join(kind.__name__ for kind in kinds)
             raise ValueError(f"state: {name}: expected numbers ({expected}), got {shown(entries)}")
+        try:
+            np.array(entries, np.float64)
+        except OverflowError as error:
+            raise ValueError(f"state: {name}: {error}") from error
     return dict(state)
 
 
@@ -421,12 +426,29 @@ def _write_npz(
 def _read_npz(path: str | os.PathLike[str], names: Sequence[str]) -> dict[str, Any]:
     """Read the fields in a file that `_write_npz` wrote."""
     with Path(path).open("rb") as stream, _reading(path):
-        with ZipFile(stream) as members:  # a small compressed file could fill the memory
-            if any(member.compress_type != ZIP_STORED for member in members.infolist()):
-                raise ValueError("compressed arrays")
+        with ZipFile(stream) as members:
+            for member in members.infolist():
+                with members.open(member) as array:
+                    _check_size(array, member)
+        stream.seek(0)
         with np.load(stream, allow_pickle=False) as file:
             arrays = {name: np.asarray(file[name]) for name in names}  # or bytes
             return {**json.loads(str(file["header"])), **arrays}
+
+
+def _check_size(array: IO[bytes], member: ZipInfo) -> None:
+    """Raise a ValueError if an array has more elements than its file has bytes.
+
+    A small file could otherwise fill the memory, or take hours.
+    """
+    version = np.lib.format.read_magic(array)
+    shape, _, dtype = np.lib.format.read_array_header_1_0(array)
+    elements = math.prod(max(1, size) for size in shape)
+    fits = elements * max(1, dtype.itemsize) <= member.file_size
+    if version != (1, 0) or member.compress_type != ZIP_STORED or dtype.hasobject or not fits:
+        raise ValueError(
+            f"{member.filename}: {dtype} of shape {shape} in {member.compress_size} bytes"
+        )
 
 
 def _as_list(array: npt.NDArray[Any]) -> Any:
@@ -517,9 +539,9 @@ def _read_folder(path: str | os.PathLike[str]) -> dict[str, Any]:
         starts = check({**state, "blocks": [], "partial": {}})["starts"]
         blocks = [mapped(folder / name) for name in _block_files(starts)]
         arrays = mapped(folder / _OPEN)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, IsADirectoryError) as error:
         raise ValueError(
-            f"{path}: expected a folder saved by tailavg, got one without {error.filename}"
+            f"{path}: expected a folder saved by tailavg, got one without the file {error.filename}"
         ) from error
     partial, mean = (
         {name.removeprefix(kind): array for name, array in arrays.items() if name.startswith(kind)}

@@ -246,7 +246,11 @@ class TailAverages(Mapping[Any, TailAverage]):
         for each, count, starts, blocks, folded, partial in entries:
             key = _tuples(each)
             _check_key(key)
-            if key in self._rows:
+            try:
+                known = key in self._rows
+            except TypeError as error:  # such as an object of JSON
+                raise ValueError(f"state: keys: {error}") from error
+            if known:
                 raise ValueError(f"state: keys: expected each once, got {shown(key)} again")
             if not count or len(blocks) != len(starts):
                 raise ValueError(
