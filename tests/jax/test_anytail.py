@@ -252,7 +252,7 @@ def test_a_decay_that_cannot_be_traced_says_so(filled):
 def test_a_decay_that_misbehaves_between_the_points_checked_has_weights_that_add_up(bad):
     def shape(u):
         if bad == "waves":
-            return 1 - u + 0.04 * jnp.sin(1024 * math.pi * u) ** 2
+            return 1 - u + 0.5 * ((1024 * u) % 1)
         return jnp.where((1024 * u) % 1 == 0, 1 - u, bad)
 
     average = tail_average(AnyTail(8))
