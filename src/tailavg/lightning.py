@@ -21,6 +21,7 @@ with needs("lightning"):
 
     from tailavg.torch.parameters import ParameterAverage
     from tailavg.torch.tracking import outside_autograd
+    from tailavg.torch.updates import has_trained
 
 __all__ = ["TailAveraging"]
 
@@ -105,9 +106,7 @@ class TailAveraging(Callback):
         trainer.strategy.checkpoint_io = _WithAverages(self, trainer.strategy)
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
-        # as in ParameterAverage.attach: a fused optimizer may skip a step by itself
-        skipped = getattr(optimizer, "found_inf", None)
-        self._stepped |= skipped is None or not skipped.item()
+        self._stepped |= has_trained(optimizer)
 
     def on_train_batch_end(self, *_: Any) -> None:
         """With several optimizers: count this training step, if one of them stepped."""

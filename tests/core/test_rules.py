@@ -5,6 +5,7 @@ Slow: `make test-all` looks at 100,000 steps of every window with 2 to 13 accumu
 
 import math
 from dataclasses import FrozenInstanceError
+from fractions import Fraction
 from itertools import islice
 
 import numpy as np
@@ -269,6 +270,30 @@ def test_fixed_exponential_decays_as_in_the_paper():
     for k in (1, 2, 10, 1000):
         assert math.isclose(Exponential(k).decay(k + 1), (k - 1) / (k + 1), rel_tol=1e-12)
         assert math.isclose(Exponential(k).decay(10**9), (k - 1) / (k + 1), rel_tol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("decay", "k"),
+    [
+        (0.9, 19), (0.99, 199), (0.999, 1999), (0.9999, 19_999), (0.99999, 199_999), (0.95, 39),
+        (0.5, 3), (0.21, 2), (0.93, 28), (0.999999999, 1_999_999_999), (np.float32(0.999), 1999),
+        (Fraction(9, 10), 19),
+    ],
+)  # fmt: skip
+def test_the_exponential_of_a_decay(decay, k):
+    assert Exponential.from_decay(decay) == Exponential(k)
+
+
+@pytest.mark.parametrize("decay", [-0.5, 0, 0.0, 0.2, 1, 1.0, 1999, 1 - 1e-17, math.nan, math.inf])
+def test_a_decay_that_no_window_has_is_refused(decay):
+    with pytest.raises(ValueError, match=r"decay: expected a number in \(0.2, 1\), got"):
+        Exponential.from_decay(decay)
+
+
+@pytest.mark.parametrize("decay", [None, "0.9", True, 0.9j, [0.9]])
+def test_a_decay_that_is_no_number_is_refused(decay):
+    with pytest.raises(TypeError, match=r"decay: expected a number in \(0.2, 1\), got"):
+        Exponential.from_decay(decay)
 
 
 @pytest.mark.parametrize("c", [0.07, 0.25, 0.5, 0.9])

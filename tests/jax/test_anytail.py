@@ -248,6 +248,22 @@ def test_a_decay_that_cannot_be_traced_says_so(filled):
         value(state, window=decay)
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -5.0, "waves"])
+def test_a_decay_that_misbehaves_between_the_points_checked_has_weights_that_add_up(bad):
+    def shape(u):
+        if bad == "waves":
+            return 1 - u + 0.5 * ((1024 * u) % 1)
+        return jnp.where((1024 * u) % 1 == 0, 1 - u, bad)
+
+    average = tail_average(AnyTail(8))
+    state = average.init(0.0)
+    update = jax.jit(average.update)
+    for _ in range(130):
+        state = update(state, 7.0)
+    for window in (0.3, 1.0, 170):
+        assert float(value(state, window=Decay(window, shape))) == pytest.approx(7.0, rel=1e-6)
+
+
 def test_a_tail_that_would_turn_too_often_is_refused():
     average = tail_average(AnyTail(6, 1e-6))
     with pytest.raises(ValueError, match="rule: expected one whose blocks close at most"):

@@ -193,6 +193,43 @@ def test_a_block_without_weight_does_no_harm(bad):
     assert scanned[-1] == average.value(Decay(1.0, staircase)) == pytest.approx(1)
 
 
+# Functions that misbehave between the points at which they are checked
+
+
+def checked_at(u):
+    return (1024 * u) % 1 == 0
+
+
+WILD = {
+    "waves": lambda u: 1 - u + 0.04 * math.sin(1024 * math.pi * u) ** 2,
+    "NaN": lambda u: 1 - u if checked_at(u) else math.nan,
+    "some NaN": lambda u: math.nan if not checked_at(u) and 0.3 < u < 0.4 else 1 - u,
+    "infinite": lambda u: 1 - u if checked_at(u) else math.inf,
+    "negative": lambda u: 1 - u if checked_at(u) else -5.0,
+    "nearly 0 at the end": lambda u: 1 - u * (1 - 5e-10),
+}
+
+
+@pytest.mark.parametrize("shape", WILD.values(), ids=WILD)
+@pytest.mark.parametrize("window", [0.3, 1.0, 170])
+@pytest.mark.usefixtures("scanner")
+def test_weights_add_up_whatever_a_function_does(shape, window):
+    decay, xs = Decay(window, shape), np.random.default_rng(4).normal(5, 1, 150)
+    for t in (1, 2, 3, 10, 150):
+        weights = decay.weights(t)
+        assert (weights >= 0).all()  # so none is NaN
+        assert weights.sum() == pytest.approx(1, abs=1e-12)
+    average = TailAverage(AnyTail(8))
+    scanned = TailAverage(AnyTail(8)).scan(xs, decay)
+    for t, x in enumerate(xs, start=1):
+        average.update(x)
+        weights = average.weights(decay)
+        assert (weights >= 0).all()
+        assert weights.sum() == pytest.approx(1, abs=1e-12)
+        assert average.value(decay) == pytest.approx(weights @ xs[:t], rel=1e-12)
+        assert scanned[t - 1] == pytest.approx(average.value(decay), rel=1e-12)
+
+
 # What is refused
 
 

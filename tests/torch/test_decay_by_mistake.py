@@ -25,7 +25,7 @@ MAKERS = dict(makers())
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-@pytest.mark.parametrize(("fraction", "k"), [(0.9, 19), (0.999, 1999)])
+@pytest.mark.parametrize(("fraction", "k"), [(0.9, 19), (0.93, 28), (0.999, 1999)])
 def test_a_fraction_that_looks_like_a_decay_warns(make, fraction, k):
     with pytest.warns(
         UserWarning, match=rf"not a decay; .* is Exponential\({k}\); Growing"

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -468,3 +469,26 @@ def test_shards_in_checkpoint_wrappers_keep_their_names_and_frozen_ones_their_bi
     tmp_path, on_ranks
 ):
     assert all(on_ranks(2, checkpointed_rank, tmp_path))
+
+
+def phantom_steps_rank():
+    counts = []
+    model = nn.Linear(5, 1)  # one row: only the first rank has gradients
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 3)
+    average = ParameterAverage(model, 10)
+    average.attach(optimizer)
+    get_optimizer_state_dict(model, optimizer)  # takes a step of its own
+    counts.append(average.count)
+    for _ in range(5):
+        model(torch.ones(2, 5)).square().sum().backward()
+        optimizer.step()
+        warm_up.step()
+        optimizer.zero_grad()
+        counts.append(average.count)
+    return counts
+
+
+def test_every_rank_counts_the_same_steps(on_ranks):
+    assert on_ranks(2, phantom_steps_rank) == [[0, 1, 2, 3, 4, 5]] * 2

@@ -43,7 +43,7 @@ def test_a_model_on_the_meta_device_is_refused():
         AveragedModel(small(), 10, "meta")
 
 
-RULE = r"needs a rule .*Exponential\(k\) with k = \(1 \+ decay\) / \(1 - decay\).*rule=1.0"
+RULE = r"needs a rule .*rule=Exponential.from_decay\(decay\);.*rule=1.0"
 WRONG = {
     "no rule": ((), {}, RULE),
     "a device for a rule": (("cpu",), {}, "rule: expected an int"),
@@ -63,7 +63,7 @@ def test_wrong_arguments_say_what_to_change(args, options, message):
 
 def test_the_rule_that_stands_for_a_decay_is_the_same_in_the_long_run():
     decay, model = 0.9, nn.Linear(1, 1, bias=False).double()
-    rule = Exponential(round((1 + decay) / (1 - decay)))
+    rule = Exponential.from_decay(decay)
     theirs = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(decay))
     ours, walk = AveragedModel(model, rule), Walk(model)
     for _ in range(300):  # until the first sample, which torch begins with, is forgotten

@@ -47,7 +47,7 @@ def test_only_the_adapter_is_held_and_outputs_are_complete():
         ParameterAverage(model, 10, trainable_only=False),
     )
     history = History(model)
-    everything.attach(optimizer := torch.optim.SGD(model.parameters(), lr=0.0))
+    everything.attach(optimizer := torch.optim.SGD(model.parameters(), lr=0.1))
     for _ in range(30):
         optimizer.step()
     train(model, average, 30, history)

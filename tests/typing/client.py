@@ -68,6 +68,7 @@ def core(path: Path) -> None:
 
     TailAverage(AnytimeWindow(Growing(0.25, at_most=1000), accumulators=5))
     TailAverage(Exponential(100))
+    TailAverage(Exponential.from_decay(0.999))
     TailAverage(ExactWindow(3))
     TailAverage(RawTail(0.25, total=100))
     any_tail = TailAverage(AnyTail(8, shortest=0.2))

@@ -54,7 +54,7 @@ def weights(rule: Weighing, files: int, steps: Sequence[int] | None = None) -> R
         if not isinstance(rule, Decay):
             raise ValueError(f"steps: expected an ExactWindow or a Decay, got {rule}")
         ages = steps[-1] - np.array([0, *steps], np.float64)
-        shares: Reals = rule.of_ages(ages[1:], ages[:-1], min(steps[-1], rule.size(steps[-1])))
+        shares: Reals = rule.of_ages(ages, min(steps[-1], rule.size(steps[-1])))
         return shares
     if isinstance(rule, Decay):
         return rule.weights(files)

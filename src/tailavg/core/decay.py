@@ -103,8 +103,7 @@ class Decay:
             >>> Decay(4, "cosine").weights(5).round(3)
             array([0.   , 0.146, 0.354, 0.354, 0.146])
         """
-        ages = np.arange(t, 0.0, -1.0)
-        weights: Reals = self.of_ages(ages - 1.0, ages, min(t, self.size(t)))
+        weights: Reals = self.of_ages(np.arange(t, -1.0, -1.0), min(t, self.size(t)))
         return weights
 
     def read(self, sizes: Sequence[int], t: int) -> list[float]:
@@ -113,25 +112,33 @@ class Decay:
         The weight of a block is the sum of the weights of its samples.
         """
         ages = np.array([*accumulate(reversed(sizes), initial=0)], float)[::-1]
-        weights: list[float] = self.of_ages(ages[1:], ages[:-1], min(t, self.size(t))).tolist()
+        weights: list[float] = self.of_ages(ages, min(t, self.size(t))).tolist()
         return weights
 
-    def of_ages(self, young: Any, old: Any, k: Any, xp: Any = np) -> Any:
-        """Return the weight of the samples of ages `young` to `old` - 1 in a window of k samples.
+    def of_ages(self, ages: Any, k: Any, xp: Any = np) -> Any:
+        """Return the weights of the samples between consecutive ages in a window of k samples.
 
-        That is how much the rate falls while these samples arrive: D(1 - old/k) - D(1 - young/k).
-        Ages may be traced if `xp` is `jax.numpy`.
+        The ages fall along the first axis, to 0. The samples younger than `a` and not younger than
+        `b` have the weight D(1 - a/k) - D(1 - b/k): how much the rate falls while they arrive. Ages
+        may be traced if `xp` is `jax.numpy`.
+
+        Between the points at which it was checked, a function may still rise, leave [0, 1] or be
+        NaN. The rate at an age is therefore clipped to [0, 1], and at least the rate at every
+        younger age; NaN is left out. So no weight is negative or NaN, and all add up to 1.
 
         Examples:
-            >>> float(Decay(100, "cosine").of_ages(0, 50, 100).round(3))
-            0.5
+            >>> Decay(100, "cosine").of_ages(np.array([100, 75, 50, 0]), 100).round(3)
+            array([0.146, 0.354, 0.5  ])
         """
-        weight = self._younger(old, k, xp) - self._younger(young, k, xp)
-        return xp.maximum(weight, 0.0)  # where a function rises between the points checked
+        x = xp.minimum(1.0, xp.divide(ages, k))
+        younger = self._younger(x, xp)
+        younger = xp.where(younger > 0.0, xp.minimum(younger, 1.0), 0.0)  # NaN becomes 0
+        younger = xp.where(x < 1.0, xp.where(x > 0.0, younger, 0.0), 1.0)
+        younger = xp.maximum.accumulate(younger[::-1], axis=0)[::-1]
+        return younger[:-1] - younger[1:]
 
-    def _younger(self, age: Any, k: Any, xp: Any) -> Any:
-        """Return the weight of all samples younger than an age."""
-        x = xp.minimum(1.0, xp.divide(age, k))
+    def _younger(self, x: Any, xp: Any) -> Any:
+        """Return the weight of all samples younger than x times the window."""
         if isinstance(self.shape, str):
             return _YOUNGER[self.shape](x, xp)
         passed = xp.ravel(1.0 - x)

@@ -132,6 +132,27 @@ class Exponential(OfWindow):
     window: Window
     accumulators = 1
 
+    @classmethod
+    def from_decay(cls, decay: float) -> Exponential:
+        """Return the EMA with this decay: its window is k = (1 + decay) / (1 - decay) samples.
+
+        k is rounded to a whole number: 0.93 gives k = 28, whose decay is 0.931. At the start, the
+        average is the plain mean.
+
+        Args:
+            decay: The weight of the average so far, above 0.2 and below 1. A smaller decay would be
+                rounded to a window of one sample, which averages nothing.
+
+        Examples:
+            >>> Exponential.from_decay(0.9), Exponential.from_decay(0.999)
+            (Exponential(window=Fixed(k=19)), Exponential(window=Fixed(k=1999)))
+        """
+        if isinstance(decay, bool | np.bool_) or not isinstance(decay, Real):
+            raise TypeError(f"decay: expected a number in (0.2, 1), got {decay!r}")
+        if not 0.2 < float(decay) < 1:
+            raise ValueError(f"decay: expected a number in (0.2, 1), got {shown(decay)}")
+        return cls(_samples_of(decay))
+
     def decay(self, t: Any) -> Any:
         """Return the weight of the average so far when sample t = 1, 2, … arrives.
 
@@ -325,7 +346,7 @@ def as_training_rule(rule: AnyWindow | Rule, stacklevel: int = 4) -> Rule:
     if isinstance(rule, float) and 0.9 <= rule < 1:
         warnings.warn(
             f"{rule:g} is the last {100 * rule:g} % of the steps, not a decay; the EMA with decay "
-            f"{rule:g} is Exponential({_samples_of(rule):g}); Growing({rule:g}) says that you mean "
+            f"{rule:g} is Exponential({_samples_of(rule)}); Growing({rule:g}) says that you mean "
             "it",
             stacklevel=stacklevel,
         )
@@ -340,17 +361,18 @@ def refuses_decay(call: Callable[Arguments, Result]) -> Callable[Arguments, Resu
         if "decay" in kwargs:
             decay = kwargs["decay"]
             ema = "Exponential(1999) has the decay 0.999"
-            if isinstance(decay, float) and 0 < decay < 1:
-                ema = f"the EMA with decay {decay:g} is Exponential({_samples_of(decay):g})"
+            if isinstance(decay, float) and 0.2 < decay < 1:
+                ema = f"the EMA with decay {decay:g} is Exponential({_samples_of(decay)})"
             raise TypeError(f"decay: pass a rule instead: {ema}")
         return call(*args, **kwargs)
 
     return checked
 
 
-def _samples_of(decay: float) -> float:
-    """Return the window whose `Exponential` has this decay."""
-    return round((1 + decay) / (1 - decay), 6)
+def _samples_of(decay: float) -> int:
+    """Return the window whose `Exponential` has this decay, rounded to whole samples."""
+    exact = Fraction(repr(float(decay)))  # the decimal number that was written
+    return round((1 + exact) / (1 - exact))
 
 
 def window_of(rule: Rule, window: Reading | None, t: int) -> Window | Decay:

@@ -246,7 +246,8 @@ class TracedBlocks(NamedTuple):
         if decay is None:
             weights = _read((ends - starts).astype(real), newer, k)
         else:
-            weights = decay.of_ages(newer, (t - starts).astype(real), jnp.minimum(t, k), jnp)
+            ages = jnp.append((t - starts).astype(real), 0.0)
+            weights = decay.of_ages(ages, jnp.minimum(t, k), jnp)
         of_sum = weights[-1] / (t - starts[-1])
         weights = jnp.append(weights[:-1], of_sum * (self.folded - starts[-1]))
         in_place = places[:, None] == jnp.arange(len(starts))

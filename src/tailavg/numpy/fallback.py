@@ -36,14 +36,11 @@ def block_weights(
     """
     ends, k = blocks[1:], window.size(steps)
     if isinstance(window, Decay):
-        k = np.minimum(steps, k)
-        of_ages = [
-            window.of_ages(steps - end, steps - start, k)
-            for start, end in zip(blocks, ends, strict=False)
-        ]
-        each = window.of_ages(0.0, steps - blocks[-1], k) / (steps - blocks[-1])
-        used = [(block, np.flatnonzero(weight)) for block, weight in enumerate(of_ages)]
-        return each, [(block, where, of_ages[block][where]) for block, where in used]
+        ages = np.stack([*(steps - start for start in blocks), np.zeros(len(steps))])
+        *closed, opened = window.of_ages(ages, np.minimum(steps, k))
+        used = [(block, np.flatnonzero(weight)) for block, weight in enumerate(closed)]
+        each = opened / (steps - blocks[-1])
+        return each, [(block, where, closed[block][where]) for block, where in used]
     each, parts, begin = np.empty(len(steps)), [], 0
     for oldest in range(len(blocks)):  # the oldest block that has a weight
         end = len(steps)

@@ -74,9 +74,9 @@ class AveragedModel(CountedUpdates, Module):
         if rule is None or avg_fn is not None or multi_avg_fn is not None:
             raise TypeError(
                 "AveragedModel needs a rule in place of torch's functions, as in "
-                "AveragedModel(model, 0.25): for get_ema_avg_fn(decay), rule=Exponential(k) with "
-                "k = (1 + decay) / (1 - decay), so Exponential(1999) for 0.999; for the equal "
-                "average of get_swa_avg_fn(), rule=1.0"
+                "AveragedModel(model, 0.25): for get_ema_avg_fn(decay), "
+                "rule=Exponential.from_decay(decay); for the equal average of get_swa_avg_fn(), "
+                "rule=1.0"
             )
         rule = as_training_rule(rule, stacklevel=6)
         if isinstance(rule, AnyTail):

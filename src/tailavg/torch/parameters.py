@@ -31,7 +31,7 @@ from tailavg.torch.tracking import (
     outside_autograd,
     sharded_like,
 )
-from tailavg.torch.updates import CountedUpdates
+from tailavg.torch.updates import CountedUpdates, has_trained
 
 __all__ = ["ParameterAverage", "Selection"]
 
@@ -137,7 +137,18 @@ class ParameterAverage(CountedUpdates):
         """Take the current parameters as one sample; call this after the optimizer's step.
 
         A parameter that was replaced since the last update is found by its name.
+
+        Raises:
+            RuntimeError: If the average is attached to an optimizer, which already updates it.
         """
+        if self._attached:
+            raise RuntimeError(
+                "update: the average is attached to an optimizer, and this step would count twice; "
+                "remove this call, or call remove() on the handle that attach() returned"
+            )
+        self._update()
+
+    def _update(self) -> None:
         self._require_training_weights("update")
         if not self._skips_call():
             self._add()
@@ -151,10 +162,11 @@ class ParameterAverage(CountedUpdates):
         """Update after every step of the optimizer from now on.
 
         Batches whose gradients only accumulate do not count, nor do steps that a gradient scaler
-        skips.
+        skips, nor steps in which every learning rate and every gradient is 0.
 
         Args:
-            optimizer: An optimizer of torch, or a wrapper of one, as from `accelerator.prepare`.
+            optimizer: An optimizer of torch, or a wrapper of one, as from `accelerator.prepare`. It
+                must have at least one of the averaged parameters.
 
         Returns:
             A handle; its `remove()` detaches the average.
@@ -169,7 +181,7 @@ class ParameterAverage(CountedUpdates):
             >>> average.count
             1
         """
-        if self._handle is not None and self._handle.id in (self._handle.hooks_dict_ref() or ()):
+        if self._attached:
             raise RuntimeError(
                 "attach: the average is attached already, and every step would count twice; call "
                 "remove() on its handle first"
@@ -177,21 +189,32 @@ class ParameterAverage(CountedUpdates):
         inner: Any = optimizer
         while inner is not None:
             try:
-                self._handle = inner.register_step_post_hook(self._after_step)
+                handle: RemovableHandle = inner.register_step_post_hook(self._after_step)
             except AttributeError:  # of a wrapper, such as that of accelerate
                 inner = getattr(inner, "optimizer", None)
             else:
-                return self._handle
+                trained = [p for group in inner.param_groups for p in group["params"]]
+                if not self._tracking.averages_any(trained):
+                    handle.remove()
+                    raise ValueError(
+                        f"attach: this {type(inner).__name__} has none of the averaged parameters; "
+                        "attach the optimizer that trains them"
+                    )
+                self._handle = handle
+                return handle
         raise TypeError(
             "attach: expected an optimizer of torch, or a wrapper that has one as its `optimizer`, "
             f"got {type(optimizer).__name__}; call update() after each step"
         )
 
+    @property
+    def _attached(self) -> bool:
+        handle = self._handle
+        return handle is not None and handle.id in (handle.hooks_dict_ref() or ())
+
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        # with a gradient scaler, a fused optimizer decides by itself to skip a step
-        skipped = getattr(optimizer, "found_inf", None)
-        if skipped is None or not skipped.item():
-            self.update()
+        if has_trained(optimizer):
+            self._update()
 
     @property
     def swapped(self) -> bool:

@@ -331,6 +331,13 @@ class Tracking:
             then(new.locals)
         self.__dict__.update(new.__dict__)
 
+    def averages_any(self, tensors: Iterable[Tensor]) -> bool:
+        """Return whether one of these tensors is averaged, or has the memory of one that is."""
+        averaged = list(self.averaged.values())
+        # since the last look, parameters may have been replaced
+        averaged += [x for name, x, _ in self._tensors() if self.aliases.get(name) in self.averaged]
+        return not set(map(_identity, averaged)).isdisjoint(map(_identity, tensors))
+
     @property
     def tensors(self) -> dict[str, Tensor]:
         """All tensors that can be written to, by their first names."""

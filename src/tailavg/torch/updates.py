@@ -2,14 +2,45 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
 from tailavg.core import profile as profiles
 from tailavg.core.decay import Reading
 from tailavg.core.rules import Rule, size_of
 from tailavg.core.windows import Reals, positive_int
 from tailavg.io.state import nothing_yet
 from tailavg.torch.accumulators import Accumulators
+from tailavg.torch.tracking import is_sharded, outside_autograd
 
-__all__ = ["CountedUpdates"]
+__all__ = ["CountedUpdates", "has_trained"]
+
+
+def has_trained(optimizer: Optimizer) -> bool:
+    """Return whether the step that the optimizer has just taken counts.
+
+    With a gradient scaler, a fused optimizer decides by itself to skip a step. And
+    `torch.distributed.checkpoint.state_dict` creates the state of an optimizer by a step in which
+    all learning rates and gradients are 0.
+    """
+    skipped = getattr(optimizer, "found_inf", None)
+    if skipped is not None and skipped.item():
+        return False
+    groups = optimizer.param_groups
+    if any(group.get("lr", 0.0) != 0 for group in groups):  # not every group has one
+        return True
+    return any(_is_nonzero(p.grad) for group in groups for p in group["params"])
+
+
+@outside_autograd
+def _is_nonzero(gradient: Tensor | None) -> bool:
+    """Return whether a gradient has an element other than 0; of a DTensor, in any process."""
+    if gradient is None:
+        return False
+    total: Any = gradient.abs().sum()  # NaN is not 0
+    return bool((total.full_tensor() if is_sharded(total) else total) != 0)
 
 
 class CountedUpdates:
