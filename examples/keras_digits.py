@@ -80,7 +80,9 @@ def main() -> None:
 
     plain, its = train(epochs, [])
     best = str(options.folder / "best.keras")
-    tail = TailAveraging(AnyTail(), window=0.25, swap_on_epoch=True, path=options.folder / "average")
+    tail = TailAveraging(
+        AnyTail(), window=0.25, swap_on_epoch=True, path=options.folder / "average"
+    )
     averaged, history = train(
         epochs,
         [  # the average comes first

@@ -30,9 +30,9 @@ from tailavg.core.rules import (
     ExactWindow,
     Rule,
     as_training_rule,
+    check_window,
     refuses_decay,
     size_of,
-    window_of,
 )
 from tailavg.core.windows import AnyWindow, Reals
 from tailavg.extras import needs
@@ -60,7 +60,8 @@ class TailAveraging(keras.callbacks.Callback):  # type: ignore[misc]
     Args:
         rule: A number (an int n for the last n steps, a float in (0, 1] for the last fraction of
             them), a window or a rule.
-        window: The window or `Decay` with which an `AnyTail` is read. Other rules have their own.
+        window: The fraction, or `Decay` over one, with which an `AnyTail` is read. Other rules have
+            their own window.
         swap_on_epoch: Whether the averages stay in the model from the end of an epoch to the
             beginning of the next, as in `SwapEMAWeights`: then callbacks that come after this one,
             such as `ModelCheckpoint` and `EarlyStopping`, save what was validated.
@@ -103,7 +104,7 @@ class TailAveraging(keras.callbacks.Callback):  # type: ignore[misc]
                 f"rule: expected one that holds a few averages, got {self.rule}, which holds every "
                 "sample; AnytimeWindow has the same variance"
             )
-        window_of(self.rule, window, 1)
+        check_window(self.rule, window)
         if offload not in (None, "cpu"):
             raise ValueError(f"offload: expected 'cpu' or None, got {offload!r}")
         self.window = window
@@ -237,7 +238,8 @@ class TailAveraging(keras.callbacks.Callback):  # type: ignore[misc]
         elif self.count:
             raise RuntimeError(
                 f"fit: expected the model and the optimizer of this average, after {self._seen} "
-                f"iterations, got another one, or after {now}; make a new TailAveraging for a new run"
+                f"iterations, got another one, or after {now}; make a new TailAveraging for a new "
+                "run"
             )
         elif now and saved:
             raise ValueError(

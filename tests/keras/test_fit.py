@@ -236,6 +236,7 @@ def test_one_average_for_one_run():
     ("arguments", "error", "message"),
     [
         ((AnyTail(),), ValueError, "AnyTail has no window of its own"),
+        ((AnyTail(), 1000), ValueError, "window: 1000 is too short for .* in a long run"),
         ((0.5, 0.25), ValueError, "has its own window"),
         ((ExactWindow(5),), TypeError, "AnytimeWindow has the same variance"),
         (("last",), TypeError, "expected"),
