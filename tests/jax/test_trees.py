@@ -8,14 +8,8 @@ import numpy as np
 import pytest
 
 from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, RawTail
-from tailavg.jax import (
-    TracedBlocks,
-    TracedDecay,
-    TracedTails,
-    TreeState,
-    tail_average,
-    value,
-)
+from tailavg.jax import TreeState, tail_average, value
+from tailavg.jax.clock import TracedBlocks, TracedDecay, TracedTails
 from tests.support.cases import assert_close
 from tests.support.jax_trees import Pair, assert_same, two_rules
 from tests.support.model import weight_matrix

@@ -59,7 +59,7 @@ class TreeAverage:
     rule: TracedRule
     dtype: np.dtype[Any]
     bundle: int
-    offload: Literal["host"] | None
+    offload: Literal["cpu"] | None
 
     def init(self, tree: Tree) -> TreeState:
         """Return the state before the first update, whose value is the tree itself.
@@ -315,7 +315,7 @@ def tail_average(
     *,
     dtype: Any = jnp.float32,
     bundle: int = BUNDLE,
-    offload: Literal["host"] | None = None,
+    offload: Literal["cpu"] | None = None,
 ) -> TreeAverage:
     """Make a tail average of pytrees: `init`, `update`, `value`, `size` and `profile`, all pure.
 
@@ -326,9 +326,9 @@ def tail_average(
         bundle: Leaves of up to this many numbers share one array for their means, which is faster
             to compile and to call if there are many. If such leaves are sharded, one in 256 updates
             gathers them. With 0 each leaf has its own means, sharded like the leaf.
-        offload: `"host"` keeps the means in the memory of the host, if the backend has
-            `pinned_host`. On the device, the average then takes one array of the size of the
-            parameters. Means are moved when they change or are read.
+        offload: `"cpu"` keeps the means in main memory, if the backend has `pinned_host`. On
+            the device, the average then takes one array of the size of the parameters. Means are
+            moved when they change or are read.
 
     Examples:
         >>> average = tail_average(100)
@@ -345,8 +345,8 @@ def tail_average(
             f"rule: expected an AnytimeWindow, an Exponential or an AnyTail, got {rule}, which "
             "cannot be kept inside jax.jit; AnytimeWindow(window) has the variance of any window"
         )
-    if offload not in (None, "host"):
-        raise ValueError(f'offload: expected "host" or None, got {offload!r}')
+    if offload not in (None, "cpu"):
+        raise ValueError(f'offload: expected "cpu" or None, got {offload!r}')
     bundle = positive_int(bundle, "bundle", least=0)
     for kind in map(np.dtype, (np.float32, np.float64)):
         if dtype is not None and kind == dtype:
