@@ -24,7 +24,7 @@ import numpy as np
 from sklearn.datasets import load_digits
 
 from tailavg import AnyTail, Decay
-from tailavg.keras import TailAverage
+from tailavg.keras import TailAveraging
 
 TRAINING = 1000  # images; the others are for validation
 READINGS = {
@@ -80,7 +80,9 @@ def main() -> None:
 
     plain, its = train(epochs, [])
     best = str(options.folder / "best.keras")
-    tail = TailAverage(AnyTail(), window=0.25, swap_on_epoch=True, path=options.folder / "average")
+    tail = TailAveraging(
+        AnyTail(), window=0.25, swap_on_epoch=True, path=options.folder / "average"
+    )
     averaged, history = train(
         epochs,
         [  # the average comes first
@@ -99,7 +101,7 @@ def main() -> None:
     print("\nafter fit   loss   accuracy, %")
     print(f"last iterate   {score(plain)}")
     for name, window in READINGS.items():
-        with tail.average_weights(window):
+        with tail.average_parameters(window):
             print(f"{name}   {score(averaged)}")
     print(f"best checkpoint   {score(keras.saving.load_model(best))}")
 

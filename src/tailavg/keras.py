@@ -30,9 +30,9 @@ from tailavg.core.rules import (
     ExactWindow,
     Rule,
     as_training_rule,
+    check_window,
     refuses_decay,
     size_of,
-    window_of,
 )
 from tailavg.core.windows import AnyWindow, Reals
 from tailavg.extras import needs
@@ -44,13 +44,13 @@ with needs("keras"):
     import keras
     from keras import ops
 
-__all__ = ["TailAverage"]
+__all__ = ["TailAveraging"]
 
 _GUARDED = "evaluate", "save", "save_weights"  # what fit and callbacks call while averages are in
 _AVERAGE, _WEIGHTS = "average", "weights.safetensors"  # in a saved folder
 
 
-class TailAverage(keras.callbacks.Callback):  # type: ignore[misc]
+class TailAveraging(keras.callbacks.Callback):  # type: ignore[misc]
     """Average the weights that `fit` trains: put it first in its list of callbacks.
 
     Each step of the optimizer is a sample. Validation sees the averages, and after `fit` the model
@@ -60,7 +60,8 @@ class TailAverage(keras.callbacks.Callback):  # type: ignore[misc]
     Args:
         rule: A number (an int n for the last n steps, a float in (0, 1] for the last fraction of
             them), a window or a rule.
-        window: The window or `Decay` with which an `AnyTail` is read. Other rules have their own.
+        window: The fraction, or `Decay` over one, with which an `AnyTail` is read. Other rules have
+            their own window.
         swap_on_epoch: Whether the averages stay in the model from the end of an epoch to the
             beginning of the next, as in `SwapEMAWeights`: then callbacks that come after this one,
             such as `ModelCheckpoint` and `EarlyStopping`, save what was validated.
@@ -73,7 +74,7 @@ class TailAverage(keras.callbacks.Callback):  # type: ignore[misc]
     Examples:
         >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
         >>> model.compile("sgd", "mse")
-        >>> tail = TailAverage(0.25)  # the last quarter of the steps
+        >>> tail = TailAveraging(0.25)  # the last quarter of the steps
         >>> x = np.arange(32.0)[:, None] / 32
         >>> _ = model.fit(x, 2 * x, batch_size=4, epochs=3, verbose=0, callbacks=[tail])
         >>> tail.count, tail.size
@@ -103,7 +104,7 @@ class TailAverage(keras.callbacks.Callback):  # type: ignore[misc]
                 f"rule: expected one that holds a few averages, got {self.rule}, which holds every "
                 "sample; AnytimeWindow has the same variance"
             )
-        window_of(self.rule, window, 1)
+        check_window(self.rule, window)
         if offload not in (None, "cpu"):
             raise ValueError(f"offload: expected 'cpu' or None, got {offload!r}")
         self.window = window
@@ -141,12 +142,12 @@ class TailAverage(keras.callbacks.Callback):  # type: ignore[misc]
         return clock.starts, clock.count, self.window if window is None else window
 
     @contextmanager
-    def average_weights(self, window: Reading | None = None) -> Iterator[None]:
+    def average_parameters(self, window: Reading | None = None) -> Iterator[None]:
         """Give the model the averages inside a context; an `AnyTail` may be read with any window.
 
         On exit, even after an exception, the model gets back what it held, bit for bit.
         """
-        average, current = self._require_a_sample("average_weights"), self._current_weights()
+        average, current = self._require_a_sample("average_parameters"), self._current_weights()
         try:
             self._assign(average.read(self.window if window is None else window))
             yield
@@ -167,7 +168,7 @@ class TailAverage(keras.callbacks.Callback):  # type: ignore[misc]
         other: Any = getattr(vars(model).get(_GUARDED[0]), "guard", self)
         if other is not self and other.params is self.params is not None:
             raise ValueError(
-                "callbacks: expected one TailAverage, got two, of which neither could tell the "
+                "callbacks: expected one TailAveraging, got two, of which neither could tell the "
                 "averages of the other from training weights; an AnyTail reads many windows"
             )
         _unguard(model)
@@ -237,12 +238,13 @@ class TailAverage(keras.callbacks.Callback):  # type: ignore[misc]
         elif self.count:
             raise RuntimeError(
                 f"fit: expected the model and the optimizer of this average, after {self._seen} "
-                f"iterations, got another one, or after {now}; make a new TailAverage for a new run"
+                f"iterations, got another one, or after {now}; make a new TailAveraging for a new "
+                "run"
             )
         elif now and saved:
             raise ValueError(
                 f"path: expected a state after {now} iterations, where the optimizer is, got those "
-                f"after {sorted(saved)} in {self.path}; put TailAverage before BackupAndRestore, "
+                f"after {sorted(saved)} in {self.path}; put TailAveraging before BackupAndRestore, "
                 "and give another path to begin a new average"
             )
         self._average, self._variables, self._seen = fresh, variables, now
@@ -305,7 +307,7 @@ class TailAverage(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _holds_averages(self) -> bool:
         current = self._current_weights()
-        with self.average_weights():
+        with self.average_parameters():
             pairs = zip(current, self._current_weights(), strict=True)
             return all(a.tobytes() == b.tobytes() for a, b in pairs)
 
@@ -406,7 +408,7 @@ class _Accumulators(Store):
         if rule != self.clock.rule or state["dtype"] != "float32":
             raise ValueError(
                 f"state: expected {self.clock.rule} in float32, got {rule} in {state['dtype']}; "
-                "create the TailAverage with that rule, or give another path"
+                "create the TailAveraging with that rule, or give another path"
             )
         count, starts, folded = state["count"], list(state["starts"]), state["folded"]
         layout.check_steps(count, starts, folded)
@@ -423,7 +425,7 @@ class _Accumulators(Store):
         if not self._complete:
             raise RuntimeError(
                 "an update of the average was interrupted, so it cannot be read; resume from a "
-                "backup with a new TailAverage"
+                "backup with a new TailAveraging"
             )
 
 

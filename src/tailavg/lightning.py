@@ -8,7 +8,7 @@ from inspect import signature
 from typing import Any
 
 from tailavg.core.decay import Reading
-from tailavg.core.rules import AnyTail, Rule, as_training_rule, refuses_decay, window_of
+from tailavg.core.rules import Rule, as_training_rule, check_window, refuses_decay
 from tailavg.core.windows import AnyWindow
 from tailavg.extras import needs
 
@@ -53,7 +53,7 @@ class TailAveraging(Callback):
     ) -> None:
         self.rule = as_training_rule(rule)
         self.window = window
-        _check_window(self.rule, window)
+        check_window(self.rule, window)
         signature(ParameterAverage).bind(None, rule, **options)  # raises if there is no such option
         self._options = options
         self._forget(None)
@@ -262,20 +262,6 @@ class _WithAverages(CheckpointIO):
             self._io.teardown()
         finally:
             self._strategy.checkpoint_io = self._io
-
-
-def _check_window(rule: Rule, window: Reading | None) -> None:
-    """Raise a ValueError unless the window can be read at any step, however long the run."""
-    try:
-        window_of(rule, window, 10**15)
-    except ValueError as error:
-        if isinstance(rule, AnyTail):
-            raise ValueError(
-                f"window: expected a fraction of at least {rule.shortest:g}, or a Decay over one, "
-                f"since {rule} is read with it as long as the run goes on, got {window!r}; "
-                "`average` reads other windows afterwards"
-            ) from error
-        raise
 
 
 def _tensors(module: LightningModule) -> dict[str, Tensor]:

@@ -55,7 +55,7 @@ def tail_average(
     *,
     dtype: Any = jnp.float32,
     bundle: int = BUNDLE,
-    offload: Literal["host"] | None = None,
+    offload: Literal["cpu"] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Make a transformation that leaves updates alone and averages the updated parameters.
 
@@ -96,7 +96,7 @@ def with_tail_average(
     *,
     dtype: Any = jnp.float32,
     bundle: int = BUNDLE,
-    offload: Literal["host"] | None = None,
+    offload: Literal["cpu"] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Make an optimizer average the parameters that it produces, for `averaged_params`.
 

@@ -18,8 +18,8 @@ from weakref import WeakSet
 from torch.utils.hooks import RemovableHandle
 
 from tailavg.core.decay import Reading
-from tailavg.core.rules import Rule, as_training_rule, window_of
-from tailavg.core.windows import AnyWindow
+from tailavg.core.rules import Rule, as_training_rule, check_window
+from tailavg.core.windows import AnyWindow, positive_int
 from tailavg.extras import needs
 from tailavg.io.files import saved_folder
 from tailavg.torch import ParameterAverage
@@ -75,13 +75,19 @@ class _Options(NamedTuple):
                 f"options of ParameterAverage, got {tail_average!r}: {error}"
             ) from error
         rule = as_training_rule(others.pop("rule"))
-        window_of(rule, window, 1)
+        check_window(rule, window, steps=1)
         return cls(rule, window, others)
 
     def check(self, steps: int) -> None:
-        """Raise now if the window will be too short for an `AnyTail` after `steps` steps."""
-        counted = (steps - self.others.get("start_after", 0)) // self.others.get("update_every", 1)
-        window_of(self.rule, self.window, max(1, counted))
+        """Raise if the window is too short for an `AnyTail` in a run of `steps` steps.
+
+        A Trainer that does not know its steps yet has -1 of them.
+        """
+        first = positive_int(self.others.get("start_after", 0), "start_after", least=0)
+        counted = (steps - first) // positive_int(
+            self.others.get("update_every", 1), "update_every"
+        )
+        check_window(self.rule, self.window, max(1, counted))
 
 
 class TailAverageMixin(Trainer):
@@ -107,6 +113,7 @@ class TailAverageMixin(Trainer):
     def __init__(self, *args: Any, tail_average: TailAverageOption, **kwargs: Any) -> None:
         self._tail_options = _Options.of(tail_average)
         super().__init__(*args, **kwargs)
+        self._tail_options.check(self.args.max_steps)
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
@@ -225,6 +232,7 @@ class TailAverageCallback(TrainerCallback):
                 f"attach: {', '.join(replaced)} was replaced on this instance of Trainer and would "
                 "bypass the average; restore it, or use TailAverageMixin"
             )
+        self._options.check(trainer.args.max_steps)
         kind = type(trainer)
         names = {"__module__": kind.__module__, "__doc__": kind.__doc__}
         trainer.__class__ = type(kind.__name__, (TailAverageMixin, kind), names)

@@ -4,6 +4,7 @@ import copy
 import math
 import pickle
 from fractions import Fraction
+from functools import partial
 from itertools import chain, pairwise
 
 import numpy as np
@@ -11,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tailavg import AnyTail, Growing, TailAverage
+from tailavg import AnyTail, AnytimeWindow, Decay, Fixed, Growing, TailAverage
 from tailavg.core.profile import dense_weights, profile
-from tailavg.core.rules import size_of
+from tailavg.core.rules import check_window, size_of
 from tests.support.any_tails import TAILS, Tails, every_tail
 from tests.support.cases import short
 from tests.support.effort import some
@@ -250,6 +251,52 @@ def test_any_window_of_any_tail_at_any_step_has_its_size(m, shortest, t, data):
 def test_a_tail_that_cannot_be_is_refused(options, error):
     with pytest.raises(error, match=f"{next(iter(options))}: expected .*, got "):
         AnyTail(**options)
+
+
+@pytest.mark.parametrize("window", [1, 1000, Fixed(10**15), Growing(0.5, 1000), 0.05])
+def test_a_window_that_must_fail_in_a_long_run_is_refused_before_it(window):
+    for reading in (window, Decay(window, "cosine")):
+        with pytest.raises(
+            ValueError, match=r"is too short for AnyTail.* at least 0\.1, or a Decay"
+        ):
+            check_window(AnyTail(), reading)
+
+
+@pytest.mark.parametrize("window", [0.1, 1.0, Growing(0.25)])
+def test_a_fraction_serves_a_run_of_any_length(window):
+    for reading in (window, Decay(window, "cosine"), Decay(window, "linear")):
+        check_window(AnyTail(), reading)
+
+
+@pytest.mark.parametrize("rule", [AnyTail(), AnyTail(6, 0.3)])
+@pytest.mark.parametrize(
+    "window", [1, 7, 1000, Growing(0.05), Growing(0.5, 20), Decay(9, "cosine")]
+)
+def test_a_window_is_refused_for_a_run_in_which_a_read_would_fail(rule, window):
+    def refuses(check, t):
+        try:
+            check(window, t)
+        except ValueError:
+            return True
+        return False
+
+    failed = False
+    for t in range(1, 12_000):
+        failed |= refuses(rule.window, t)
+        if t < 200 or t % 997 == 0 or t in (3333, 3334, 10_000, 10_001):
+            assert refuses(partial(check_window, rule), t) == failed
+    with pytest.raises(ValueError, match="is too short for the 12000 counted steps of this run"):
+        check_window(rule, window, 12_000)
+
+
+def test_only_a_window_that_is_needed_is_accepted():
+    with pytest.raises(ValueError, match=r"no window of its own: pass one, as in window=0\.25"):
+        check_window(AnyTail(), None)
+    with pytest.raises(ValueError, match=r"has its own window, got 0\.5"):
+        check_window(AnytimeWindow(10), 0.5)
+    with pytest.raises(ValueError, match=r"expected an int >= 1 .* got 0"):
+        check_window(AnyTail(), 0)
+    check_window(AnytimeWindow(10), None)
 
 
 def test_tiny_fractions_keep_their_promise():

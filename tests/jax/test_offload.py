@@ -29,7 +29,7 @@ def kinds(tree):
 
 def assert_placed(state):
     assert kinds((state.means, state.bundles)) == {"pinned_host"}
-    assert kinds((state.sums, state.clock, state.updates, state.size)) == {"device"}
+    assert kinds((state.sums, state.clock, state.count, state.size)) == {"device"}
 
 
 def trees_of(steps=STEPS):
@@ -46,7 +46,7 @@ def trees_of(steps=STEPS):
 )
 def test_an_offloaded_average_is_the_same_to_the_bit(rule, jitted):
     trees, window = trees_of(), window_for(rule)
-    here, away = (tail_average(rule, bundle=10, offload=offload) for offload in (None, "host"))
+    here, away = (tail_average(rule, bundle=10, offload=offload) for offload in (None, "cpu"))
     inits = [jax.jit(a.init) if jitted else a.init for a in (here, away)]
     mine, theirs = (init(row(trees, 0)) for init in inits)
     updates = [jax.jit(a.update, donate_argnums=0) for a in (here, away)]
@@ -73,7 +73,7 @@ def test_an_offloaded_average_is_the_same_to_the_bit(rule, jitted):
 @rules_and_tails
 def test_the_device_holds_one_array_for_each_parameter(rule):
     """By where the compiled program has its arguments, its results and its temporaries."""
-    average = tail_average(rule, offload="host")
+    average = tail_average(rule, offload="cpu")
     n = 10**6
     tree = {"w": jnp.zeros(n), "b": jnp.zeros(100)}
     state = average.init(tree)
@@ -94,7 +94,7 @@ def test_the_device_holds_one_array_for_each_parameter(rule):
 
 
 def test_offloaded_tails_are_evaluated_in_one_program():
-    average = tail_average(AnyTail(6), bundle=10, offload="host")
+    average = tail_average(AnyTail(6), bundle=10, offload="cpu")
     state = average.init({"w": jnp.zeros(40)})
     xs = samples(100, (40,)).astype(np.float32)
     update = jax.jit(average.update, donate_argnums=0)
@@ -108,7 +108,7 @@ def test_offloaded_tails_are_evaluated_in_one_program():
 
 @two_rules
 def test_an_offloaded_state_moves_and_is_restored_where_it_was(rule, tmp_path):
-    average = tail_average(rule, bundle=10, offload="host")
+    average = tail_average(rule, bundle=10, offload="cpu")
     trees = trees_of(80)
     update = jax.jit(average.update)
     state = average.init(row(trees, 0))
@@ -139,7 +139,7 @@ def test_means_of_sharded_leaves_are_on_the_host_and_sharded(rule, axis_type):
     mesh = jax.make_mesh((4,), ("x",), axis_types=(axis_type,))
     sharding = NamedSharding(mesh, PartitionSpec(None, "x"))
     xs = samples(60, (3, 8)).astype(np.float32)
-    average, window = tail_average(rule, bundle=0, offload="host"), window_for(rule)
+    average, window = tail_average(rule, bundle=0, offload="cpu"), window_for(rule)
     update = jax.jit(average.update, donate_argnums=0)
     state = average.init(jax.device_put(xs[0], sharding))
     numpy = TailAverage(rule)
@@ -154,13 +154,13 @@ def test_means_of_sharded_leaves_are_on_the_host_and_sharded(rule, axis_type):
 
 
 def test_another_place_is_refused():
-    with pytest.raises(ValueError, match="offload: expected \"host\" or None, got 'disk'"):
+    with pytest.raises(ValueError, match="offload: expected \"cpu\" or None, got 'disk'"):
         tail_average(10, offload="disk")
 
 
 @pytest.mark.parametrize("jitted", [False, True])
 def test_a_backend_without_such_memory_is_refused(monkeypatch, jitted):
-    average = tail_average(10, offload="host")
+    average = tail_average(10, offload="cpu")
     init = jax.jit(average.init) if jitted else average.init
     device = type(jax.devices()[0])
     monkeypatch.setattr(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tailavg import AnytimeWindow
-from tailavg.keras import TailAverage
+from tailavg.keras import TailAveraging
 from tests.support.keras_training import (
     BATCHES,
     EPOCHS,
@@ -28,7 +28,7 @@ from tests.support.keras_training import (
 
 
 def test_a_checkpoint_has_what_was_validated(tmp_path):
-    made, tail, seen = model(), TailAverage(0.25, swap_on_epoch=True), Record()
+    made, tail, seen = model(), TailAveraging(0.25, swap_on_epoch=True), Record()
     every = keras.callbacks.ModelCheckpoint(str(tmp_path / "{epoch}.keras"))
     best = keras.callbacks.ModelCheckpoint(str(tmp_path / "best.keras"), save_best_only=True)
     history = fit(made, tail, every, best, seen)
@@ -45,14 +45,14 @@ def test_a_checkpoint_has_what_was_validated(tmp_path):
 
 
 def test_early_stopping_brings_back_the_best_averages():
-    made, tail, seen = model(), TailAverage(0.25, swap_on_epoch=True), Record()
+    made, tail, seen = model(), TailAveraging(0.25, swap_on_epoch=True), Record()
     early = keras.callbacks.EarlyStopping(patience=9, restore_best_weights=True)
     history = fit(made, tail, early, seen)
     assert equal(weights(made), seen.epochs[int(np.argmin(history.history["val_loss"]))])
 
 
 def test_a_checkpoint_that_fails(tmp_path):
-    made, tail, seen = model(), TailAverage(0.25, swap_on_epoch=True), Record()
+    made, tail, seen = model(), TailAveraging(0.25, swap_on_epoch=True), Record()
     (tmp_path / "file.keras").mkdir()
     fails = keras.callbacks.ModelCheckpoint(str(tmp_path / "file.keras" / "a.weights.h5"))
     fails.filepath = str(tmp_path / "file.keras")
@@ -119,7 +119,7 @@ def test_the_state_is_that_of_every_framework(tmp_path):
 
     from tailavg.torch import ParameterAverage
 
-    made, tail = model(), TailAverage(AnytimeWindow(0.4), path=tmp_path)
+    made, tail = model(), TailAveraging(AnytimeWindow(0.4), path=tmp_path)
     fit(made, tail, epochs=2)
     (folder,) = tmp_path.glob("iteration-32")
     state = json.loads((folder / "average" / "state.json").read_text())
@@ -132,24 +132,24 @@ def test_the_state_is_that_of_every_framework(tmp_path):
 
 
 def test_a_state_that_does_not_belong_to_the_run(tmp_path):
-    fit(model(), TailAverage(0.5, path=tmp_path), epochs=2)
+    fit(model(), TailAveraging(0.5, path=tmp_path), epochs=2)
     (tmp_path / "iteration-16").rename(tmp_path / "other")  # no longer there
     made = model()
     fit(made, epochs=1)
     with pytest.raises(
         ValueError, match=r"after 16 iterations, .* got those after \[32\]"
     ) as found:
-        fit(made, TailAverage(0.5, path=tmp_path), epochs=1)
+        fit(made, TailAveraging(0.5, path=tmp_path), epochs=1)
     assert "BackupAndRestore" in str(found.value)
     made.optimizer.iterations.assign(32)
-    with pytest.raises(ValueError, match="create the TailAverage with that rule"):
-        fit(made, TailAverage(0.25, path=tmp_path), epochs=1)
+    with pytest.raises(ValueError, match="create the TailAveraging with that rule"):
+        fit(made, TailAveraging(0.25, path=tmp_path), epochs=1)
 
 
 def test_a_new_run_replaces_the_states_of_an_old_one(tmp_path):
-    fit(model(), TailAverage(0.5, path=tmp_path), epochs=3)
+    fit(model(), TailAveraging(0.5, path=tmp_path), epochs=3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iteration-32", "iteration-48"]
-    made, tail = model(), TailAverage(0.25, path=tmp_path)
+    made, tail = model(), TailAveraging(0.25, path=tmp_path)
     fit(made, tail, epochs=1)
     assert [path.name for path in tmp_path.iterdir()] == ["iteration-16"]
     assert tail.count == BATCHES
@@ -160,10 +160,10 @@ def test_a_new_run_replaces_the_states_of_an_old_one(tmp_path):
 )
 def test_a_damaged_state(tmp_path, name):
     made = model()
-    fit(made, TailAverage(0.5, path=tmp_path), epochs=1)
+    fit(made, TailAveraging(0.5, path=tmp_path), epochs=1)
     before = weights(made)
     file = tmp_path / "iteration-16" / name
     file.write_bytes(file.read_bytes()[:-20])
     with pytest.raises(ValueError, match=file.name):
-        fit(made, TailAverage(0.5, path=tmp_path), epochs=2, initial_epoch=1)
+        fit(made, TailAveraging(0.5, path=tmp_path), epochs=2, initial_epoch=1)
     assert equal(weights(made), before)

@@ -7,7 +7,7 @@ import pytest
 from tailavg import AnyTail, AnytimeWindow, Decay, ExactWindow, Exponential, TailAverage
 from tailavg.core.clock import SUM, clock_for
 from tailavg.core.rules import as_rule
-from tailavg.keras import TailAverage as KerasAverage
+from tailavg.keras import TailAveraging
 from tests.support.any_tails import Tails
 from tests.support.cases import of_rules
 from tests.support.keras_training import (
@@ -36,7 +36,7 @@ STEPS = 600  # a fold comes after 256
 @of_rules([AnytimeWindow(0.25), AnytimeWindow(400, 4), Exponential(0.3), Exponential(50)])
 @pytest.mark.parametrize("offload", [None, "cpu"])
 def test_weights_are_those_of_the_paper(rule, offload):
-    tail = KerasAverage(rule, offload=offload)
+    tail = TailAveraging(rule, offload=offload)
     samples, got = walk(tail, STEPS)
     alpha = weight_matrix(rule, STEPS)[-1]
     np.testing.assert_allclose(tail.weights(), alpha, atol=1e-12)
@@ -48,19 +48,19 @@ def test_any_tail_is_read_with_a_window_and_with_a_decay():
     rule, model_ = AnyTail(8, 0.2), Tails(AnyTail(8, 0.2))
     for _ in range(STEPS):
         model_.add()
-    tail = KerasAverage(rule, 0.3)
+    tail = TailAveraging(rule, 0.3)
     samples, got = walk(tail, STEPS)
     np.testing.assert_allclose(tail.weights(), model_.of(0.3), atol=1e-12)
     assert_close([got], combined(model_.of(0.3), samples[:, None]))
     assert tail.size == 180
 
-    with tail.average_weights(0.7):
+    with tail.average_parameters(0.7):
         assert_close(weights(tail.model), combined(model_.of(0.7), samples[:, None]))
     assert equal(weights(tail.model), [got])
 
     numpy, cosine = TailAverage(rule), Decay(0.5, "cosine")
     numpy.update_many(samples.astype(float))
-    decayed = KerasAverage(rule, cosine)
+    decayed = TailAveraging(rule, cosine)
     _, got = walk(decayed, STEPS)
     assert_close([got], [numpy.value(cosine)])
     np.testing.assert_allclose(decayed.weights(), numpy.weights(cosine), atol=1e-12)
@@ -69,7 +69,7 @@ def test_any_tail_is_read_with_a_window_and_with_a_decay():
 @of_rules([AnytimeWindow(0.25), AnytimeWindow(10), Exponential(50)])
 def test_an_average_is_the_sum_of_the_clocks_terms_to_the_bit(rule):
     """A state has what was summed; the terms are those of the same rule in NumPy."""
-    tail = KerasAverage(rule)
+    tail = TailAveraging(rule)
     _, got = walk(tail, 300)
     state = tail._average.state()
     clock = clock_for(rule)
@@ -83,7 +83,7 @@ def test_an_average_is_the_sum_of_the_clocks_terms_to_the_bit(rule):
 
 def test_nothing_depends_on_offload():
     for rule, window in ((AnytimeWindow(0.25), None), (AnyTail(6), 0.4)):
-        plain, offloaded = KerasAverage(rule, window), KerasAverage(rule, window, offload="cpu")
+        plain, offloaded = TailAveraging(rule, window), TailAveraging(rule, window, offload="cpu")
         assert equal([walk(plain, 400)[1]], [walk(offloaded, 400)[1]])
 
 
@@ -91,7 +91,7 @@ def test_nothing_depends_on_offload():
 def test_validation_and_the_model_after_fit_have_the_averages(rule):
     plain, recorded = model(), Record()
     fit(plain, recorded)
-    made, tail, seen = model(), KerasAverage(rule), Record()
+    made, tail, seen = model(), TailAveraging(rule), Record()
     history = fit(made, tail, seen)
     # training is the same to the bit, and each epoch begins where the last one ended
     assert all(map(equal, seen.batches, recorded.batches))
@@ -113,16 +113,16 @@ def test_validation_and_the_model_after_fit_have_the_averages(rule):
     tail.restore()
     assert equal(weights(made), recorded.batches[-1])
     tail.restore()  # nothing left to do
-    with tail.average_weights():
+    with tail.average_parameters():
         assert equal(weights(made), seen.tests[-1])
-    with pytest.raises(StopError), tail.average_weights():
+    with pytest.raises(StopError), tail.average_parameters():
         stop()
     assert equal(weights(made), recorded.batches[-1])
 
 
 def test_accumulated_batches_are_not_samples():
     made = model(optimizer=keras.optimizers.SGD(0.03, gradient_accumulation_steps=4))
-    tail, seen = KerasAverage(3), Record()
+    tail, seen = TailAveraging(3), Record()
     fit(made, tail, seen, epochs=1)
     assert (len(seen.batches), tail.count) == (16, 4)
     alpha = weight_matrix(AnytimeWindow(3), 4)[-1]
@@ -131,7 +131,7 @@ def test_accumulated_batches_are_not_samples():
 
 def test_skipped_steps_are_not_samples():
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.03))
-    made, tail, x = model(optimizer=optimizer), KerasAverage(1.0), X.copy()
+    made, tail, x = model(optimizer=optimizer), TailAveraging(1.0), X.copy()
     x[4:8] = np.nan
     made.fit(x, Y, batch_size=4, epochs=1, verbose=0, shuffle=False, callbacks=[tail])
     assert tail.count == BATCHES - 1
@@ -142,7 +142,7 @@ def test_skipped_steps_are_not_samples():
 def test_steps_that_are_executed_together_are_one_sample():
     plain, recorded = model(), Record()
     fit(plain, recorded, epochs=1)
-    made, tail = model(steps_per_execution=4), KerasAverage(0.5)
+    made, tail = model(steps_per_execution=4), TailAveraging(0.5)
     fit(made, tail, epochs=1)
     assert tail.count == 4
     alpha = weight_matrix(AnytimeWindow(0.5), 4)[-1]
@@ -153,7 +153,7 @@ def test_steps_that_are_executed_together_are_one_sample():
 def test_moving_statistics(averaged):
     plain, recorded = model(norm=True), Record()
     fit(plain, recorded, epochs=2)
-    made, tail = model(norm=True), KerasAverage(0.5, moving_statistics=averaged)
+    made, tail = model(norm=True), TailAveraging(0.5, moving_statistics=averaged)
     fit(made, tail, epochs=2)
     alpha = weight_matrix(AnytimeWindow(0.5), 2 * BATCHES)[-1]
     assert_close(weights(made), combined(alpha, recorded.batches))
@@ -167,7 +167,7 @@ def test_moving_statistics(averaged):
 def test_half_precision():
     keras.config.set_dtype_policy("bfloat16")
     try:
-        made, tail, seen = model(), KerasAverage(0.5), Record()
+        made, tail, seen = model(), TailAveraging(0.5), Record()
     finally:
         keras.config.set_dtype_policy("float32")
     fit(made, tail, seen, epochs=2)
@@ -180,18 +180,18 @@ def test_half_precision():
 
 def test_without_a_sample_nothing_is_swapped():
     made = model(optimizer=keras.optimizers.SGD(0.03, gradient_accumulation_steps=100))
-    first, tail, seen = weights(made), KerasAverage(0.5, swap_on_epoch=True), Record()
+    first, tail, seen = weights(made), TailAveraging(0.5, swap_on_epoch=True), Record()
     fit(made, tail, seen, epochs=1)
     assert all(equal(first, other) for other in (*seen.tests, *seen.epochs, weights(made)))
     assert tail.count == 0
-    for call in (tail.weights, tail.profile, lambda: tail.average_weights().__enter__()):
+    for call in (tail.weights, tail.profile, lambda: tail.average_parameters().__enter__()):
         with pytest.raises(ValueError, match=r"at least one sample .* give this callback to fit"):
             call()
 
 
 @pytest.mark.parametrize("event", ["test begin", "test batch"])
 def test_whatever_validation_raises_the_training_weights_are_back(event):
-    made, tail, seen = model(norm=True), KerasAverage(0.5), Record()
+    made, tail, seen = model(norm=True), TailAveraging(0.5), Record()
     with pytest.raises(StopError):
         fit(made, tail, seen, At(event, 1, stop))
     assert equal(weights(made), seen.batches[-1])
@@ -202,14 +202,14 @@ def test_whatever_validation_raises_the_training_weights_are_back(event):
 
 
 def test_validation_data_that_cannot_be_used():
-    made, tail, seen = model(), KerasAverage(0.5), Record()
+    made, tail, seen = model(), TailAveraging(0.5), Record()
     with pytest.raises(Exception, match=r"3|shape"):
         fit(made, tail, seen, validation_data=(X[:8, :2], Y[:8]))
     assert equal(weights(made), seen.batches[-1])
 
 
 def test_a_second_fit_goes_on_from_the_training_weights():
-    once, twice, tails = model(), model(), [KerasAverage(0.25), KerasAverage(0.25)]
+    once, twice, tails = model(), model(), [TailAveraging(0.25), TailAveraging(0.25)]
     fit(once, tails[0], epochs=4)
     fit(twice, tails[1], epochs=2)
     fit(twice, tails[1], epochs=4, initial_epoch=2)
@@ -224,18 +224,19 @@ def test_a_second_fit_goes_on_from_the_training_weights():
 
 
 def test_one_average_for_one_run():
-    tail, made = KerasAverage(0.5), model()
+    tail, made = TailAveraging(0.5), model()
     fit(made, tail, epochs=1)
     with pytest.raises(RuntimeError, match="after 16 iterations, got another one, or after 0"):
         fit(model(), tail, epochs=1)
-    with pytest.raises(ValueError, match="expected one TailAverage, got two"):
-        fit(model(), KerasAverage(0.5), KerasAverage(0.25))
+    with pytest.raises(ValueError, match="expected one TailAveraging, got two"):
+        fit(model(), TailAveraging(0.5), TailAveraging(0.25))
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
         ((AnyTail(),), ValueError, "AnyTail has no window of its own"),
+        ((AnyTail(), 1000), ValueError, "window: 1000 is too short for .* in a long run"),
         ((0.5, 0.25), ValueError, "has its own window"),
         ((ExactWindow(5),), TypeError, "AnytimeWindow has the same variance"),
         (("last",), TypeError, "expected"),
@@ -243,15 +244,15 @@ def test_one_average_for_one_run():
 )
 def test_arguments(arguments, error, message):
     with pytest.raises(error, match=message):
-        KerasAverage(*arguments)
+        TailAveraging(*arguments)
 
 
 def test_more_arguments():
     with pytest.raises(ValueError, match="offload: expected 'cpu'"):
-        KerasAverage(0.5, offload="disk")
+        TailAveraging(0.5, offload="disk")
     made = model()
     for layer in made.layers:
         layer.trainable = False
     made.compile("sgd", "mse")
     with pytest.raises(ValueError, match="expected variables to train, got none"):
-        fit(made, KerasAverage(0.5), epochs=1)
+        fit(made, TailAveraging(0.5), epochs=1)

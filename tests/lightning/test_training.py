@@ -309,9 +309,9 @@ def test_options_are_checked_at_once():
         TailAveraging(0.25, every_n_steps=2)
     with pytest.raises(ValueError, match=r"a float in \(0, 1\]"):
         TailAveraging(2.5)
-    with pytest.raises(ValueError, match=r"expected a fraction of at least 0\.1.* got None"):
+    with pytest.raises(ValueError, match="AnyTail has no window of its own"):
         TailAveraging(AnyTail())
-    with pytest.raises(ValueError, match=r"or a Decay over one.* got 100"):
+    with pytest.raises(ValueError, match=r"window: 100 is too short for .* in a long run"):
         TailAveraging(AnyTail(), window=100)  # too short once there are a thousand steps
     with pytest.raises(ValueError, match="has its own window"):
         TailAveraging(0.25, window=0.5)

@@ -227,7 +227,7 @@ def test_small_leaves_lie_in_bundles_and_are_averaged_alike(make, options, bundl
 
 @every_maker
 def test_means_are_kept_on_the_host(make):
-    [tail] = tails(make(4, bundle=2, offload="host").init(start()))
+    [tail] = tails(make(4, bundle=2, offload="cpu").init(start()))
     arrays = tail.means["dense"]["kernel"], tail.bundles["float32"].means
     assert {array.sharding.memory_kind for array in arrays} == {"pinned_host"}
     kinds = {array.sharding.memory_kind for array in jax.tree.leaves(tail.sums)}
@@ -236,7 +236,7 @@ def test_means_are_kept_on_the_host(make):
 
 @every_maker
 def test_bad_options_are_refused(make):
-    with pytest.raises(ValueError, match="offload: expected \"host\" or None, got 'disk'"):
+    with pytest.raises(ValueError, match="offload: expected \"cpu\" or None, got 'disk'"):
         make(4, offload="disk")
     with pytest.raises(ValueError, match="bundle: expected"):
         make(4, bundle=-1)

@@ -228,7 +228,7 @@ def keras_works():
     os.environ.setdefault("KERAS_BACKEND", "jax")
     import keras
 
-    from tailavg.keras import TailAverage as Callback
+    from tailavg.keras import TailAveraging
 
     seen = []
 
@@ -239,7 +239,7 @@ def keras_works():
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     x = XS[:, None]
-    model.fit(x, 2 * x, batch_size=4, epochs=2, verbose=0, callbacks=[Callback(K), Weights()])
+    model.fit(x, 2 * x, batch_size=4, epochs=2, verbose=0, callbacks=[TailAveraging(K), Weights()])
     close(model.get_weights()[0], anytime(np.array(seen)), 1e-5)
 
 

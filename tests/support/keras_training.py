@@ -8,7 +8,7 @@ import keras
 import numpy as np
 
 from tailavg import AnyTail
-from tailavg.keras import TailAverage
+from tailavg.keras import TailAveraging
 
 if keras.backend.backend() == "torch":
     import torch
@@ -143,7 +143,7 @@ def walk(tail, steps, shape=(5,), seed=0):
 
 def callbacks(folder: Path, *others, swap=False, last=()):
     """An average and a backup, and others between and after them."""
-    tail = TailAverage(AnyTail(6), 0.3, swap_on_epoch=swap, path=folder / "average")
+    tail = TailAveraging(AnyTail(6), 0.3, swap_on_epoch=swap, path=folder / "average")
     return [tail, *others, keras.callbacks.BackupAndRestore(str(folder / "backup")), *last]
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tailavg import AnyTail
 from tests.support.hugging_face_training import (
     TailAverageCallback,
     TailAverageTrainer,
@@ -63,6 +64,14 @@ def test_one_average_for_each_trainer(tmp_path):
     for averaging in (trainer, plain(tmp_path, kind=TailAverageTrainer, tail_average=0.5)):
         with pytest.raises(ValueError, match="already averages"):
             TailAverageCallback(0.5).attach(averaging)
+
+
+def test_a_window_that_is_too_short_for_the_run_is_refused_and_nothing_changes(tmp_path):
+    trainer = plain(tmp_path)
+    kind = type(trainer)
+    with pytest.raises(ValueError, match="window: 1 is too short for the 2 counted steps"):
+        TailAverageCallback({"rule": AnyTail(6, 0.9), "window": 1}).attach(trainer)
+    assert type(trainer) is kind
 
 
 def test_one_callback_for_two_trainers(tmp_path):

@@ -380,14 +380,23 @@ def test_what_cannot_be_right_is_refused(tmp_path):
         ({"rule": 0.5, "windows": 1}, "unexpected keyword argument 'windows'"),
         (AnyTail(), "AnyTail has no window of its own"),
         ({"rule": 0.5, "window": 0.5}, "has its own window, got 0.5"),
+        ({"rule": AnyTail(), "window": 2}, "window: 2 is too short for the 30 counted steps"),
+        ({"rule": 0.5, "update_every": 0}, "update_every: expected an int >= 1"),
     ]:
         with pytest.raises(ValueError, match=message):
             trainer(rule=wrong)
     with pytest.raises(TypeError, match="tail_average"):
         TailAverageTrainer(model=tiny(), args=arguments(tmp_path))
-    # a window that would be too short at the last evaluation
-    short = trainer(rule={"rule": AnyTail(), "window": Decay(0.05, "cosine")})
-    with pytest.raises(ValueError, match=r"at least 0\.1 of the samples so far, .*3 of 30"):
+    for enough in (
+        {"window": 3},
+        {"window": 2, "update_every": 2},
+        {"window": 2, "start_after": 10},
+    ):
+        trainer(rule={"rule": AnyTail(), **enough})
+    # Trainer learns from its data how many steps there are: a window would be too short at the last
+    epochs = arguments(tmp_path, max_steps=-1, num_train_epochs=5)
+    short = make("trainer", tiny(), epochs, {"rule": AnyTail(), "window": Decay(1, "cosine")})
+    with pytest.raises(ValueError, match=r"too short for the \d+ counted steps of this run"):
         short.train()
     assert short.state.global_step == 0
 

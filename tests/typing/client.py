@@ -146,7 +146,7 @@ def with_trainers(model: torch.nn.Module) -> list[object]:
     assert_type(trainer.tail_average, tailavg.torch.ParameterAverage | None)
     hugging_face: Trainer = trainer
     tailavg.transformers.TailAverageCallback({"rule": 0.25, "update_every": 2})
-    tail = tailavg.keras.TailAverage(AnyTail(), Decay(0.2, "linear"), offload="cpu")
+    tail = tailavg.keras.TailAveraging(AnyTail(), Decay(0.2, "linear"), offload="cpu")
     keras_callback: keras.callbacks.Callback = tail
     assert_type(tail.count, int)
     assert_type(tail.weights(), Reals)

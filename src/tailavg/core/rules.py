@@ -51,6 +51,7 @@ __all__ = [
     "WindowRule",
     "as_rule",
     "as_training_rule",
+    "check_window",
     "no_window_error",
     "refuses_decay",
     "shared_rules",
@@ -261,13 +262,17 @@ class AnyTail:
         reading = window if isinstance(window, Decay) else as_window(window)
         if isinstance(reading, Decay) and reading.shape == "linear":
             reading = reading.window
-        if reading.size(t) < self.shortest * t * (1 - float(TIE)):
+        if not self.reads(reading, t):
             raise ValueError(
                 f"window: expected at least {self.shortest:g} of the samples so far, which is "
                 f"{self.shortest * t:g} of {t}, got {window!r}; create the AnyTail with a smaller "
                 "`shortest` to read shorter windows"
             )
         return reading
+
+    def reads(self, window: Window | Decay, t: int) -> bool:
+        """Return whether a window is long enough to be read at step t, and so at steps before."""
+        return bool(window.size(t) >= self.shortest * t * (1 - float(TIE)))
 
 
 @dataclass(frozen=True, init=False)
@@ -385,6 +390,37 @@ def window_of(rule: Rule, window: Reading | None, t: int) -> Window | Decay:
             "the window when you read"
         )
     return rule.window
+
+
+def check_window(rule: Rule, window: Reading | None, steps: int | None = None) -> None:
+    """Raise unless an average can be read with this window until the end of a run.
+
+    Trainers call it before a run, with the number of its steps if that is known. Otherwise the run
+    may have any length, and a fixed number of steps is refused for an `AnyTail`.
+
+    Examples:
+        >>> check_window(AnyTail(), 0.25)
+        >>> check_window(AnyTail(), 1000, steps=10_000)
+    """
+    if not isinstance(rule, AnyTail):
+        window_of(rule, window, 1)
+        return
+    if window is None:
+        raise ValueError("AnyTail has no window of its own: pass one, as in window=0.25")
+    reading = window if isinstance(window, Decay) else as_window(window)
+    if rule.reads(reading, NEVER if steps is None else steps):
+        return
+    least = f"{rule.shortest:g}"
+    if steps is None:
+        raise ValueError(
+            f"window: {window!r} is too short for {rule} in a long run, where it is less than "
+            f"{least} of the steps; pass a fraction of at least {least}, or a Decay over one"
+        )
+    raise ValueError(
+        f"window: {window!r} is too short for the {steps} counted steps of this run: {rule} needs "
+        f"at least {least} of them, {rule.shortest * steps:g}; pass a longer window, or create the "
+        "AnyTail with a smaller `shortest`"
+    )
 
 
 def shared_rules(

@@ -11,16 +11,11 @@ average.value(state, like=params)        # for evaluation
 from tailavg.extras import needs
 
 with needs("jax"):
-    from tailavg.jax.clock import TracedBlocks, TracedDecay, TracedTails
     from tailavg.jax.reads import evaluate_tails, value
-    from tailavg.jax.states import Bundle, TreeState
+    from tailavg.jax.states import TreeState
     from tailavg.jax.trees import TreeAverage, tail_average
 
 __all__ = [
-    "Bundle",
-    "TracedBlocks",
-    "TracedDecay",
-    "TracedTails",
     "TreeAverage",
     "TreeState",
     "evaluate_tails",

@@ -59,7 +59,7 @@ class TreeAverage:
     rule: TracedRule
     dtype: np.dtype[Any]
     bundle: int
-    offload: Literal["host"] | None
+    offload: Literal["cpu"] | None
 
     def init(self, tree: Tree) -> TreeState:
         """Return the state before the first update, whose value is the tree itself.
@@ -79,7 +79,7 @@ class TreeAverage:
         means = [self._means(x) if self._has_own_means(x) else None for x in sums]
         _, small = split_leaves(sums, means)
         return TreeState(
-            updates=jnp.zeros_like(clock.folded),
+            count=jnp.zeros_like(clock.folded),
             size=jnp.asarray(size_at(self.rule, 1), jnp.result_type(float)),
             rule=jnp.asarray(_checksum(self.rule)),
             clock=clock,
@@ -138,18 +138,18 @@ class TreeAverage:
     def _update(self, state: TreeState, tree: Tree) -> TreeState:
         leaves, sums, means, structure = aligned(tree, state)
         clock: Any = state.clock
-        step, clock = clock.step(self.rule, state.updates)
+        step, clock = clock.step(self.rule, state.count)
         sums, means, bundles = fold_if_due(step, sums, means, state.bundles)
         new = list(leaves)  # leaves that are not averaged pass through
         for i, (leaf, total) in enumerate(zip(leaves, sums, strict=True)):
             if is_averaged(total):
                 new[i] = lax.add(total, times(step.factor, _widened(leaf, total)))
         # an update with another rule sets the count to the largest integer: the value is NaN
-        counts = ~overflowed(state.updates) & (state.rule == _checksum(self.rule))
-        updates = jnp.where(counts, state.updates + 1, np.iinfo(state.updates.dtype).max)
+        counts = ~overflowed(state.count) & (state.rule == _checksum(self.rule))
+        count = jnp.where(counts, state.count + 1, np.iinfo(state.count.dtype).max)
         return TreeState(
-            updates=updates,
-            size=jnp.asarray(size_at(self.rule, updates), state.size.dtype),
+            count=count,
+            size=jnp.asarray(size_at(self.rule, count), state.size.dtype),
             rule=state.rule,
             clock=jax.tree.map(lambda new, old: new.astype(old.dtype), clock, state.clock),
             sums=structure.unflatten(new),
@@ -169,7 +169,7 @@ class TreeAverage:
 
     def count(self, state: TreeState) -> Array:
         """Return the number of updates so far, t."""
-        return state.updates
+        return state.count
 
     def size(self, state: TreeState, window: Reading | None = None) -> Array:
         """Return the size of the window, k_t. `profile` has the effective size.
@@ -180,13 +180,13 @@ class TreeAverage:
 
     def weights(self, state: TreeState, window: Reading | None = None) -> Reals:
         """Return the weight of each of the `count` updates, oldest first. Not inside `jax.jit`."""
-        count = int(state.updates)
+        count = int(state.count)
         starts, _ = blocks_at(state.clock, count)
         return dense_weights(self.rule, starts, count, window)
 
     def profile(self, state: TreeState, window: Reading | None = None) -> Profile:
         """Summarize the weights: effective size, mean age, oldest age. Not inside `jax.jit`."""
-        count = int(state.updates)
+        count = int(state.count)
         if not count:
             raise layout.nothing_yet("profile")
         starts, _ = blocks_at(state.clock, count)
@@ -199,7 +199,7 @@ class TreeAverage:
         are not averaged are left out. To resume within JAX, save the state itself, which is a
         pytree: the resumed run is then bit-identical.
         """
-        count, folded = int(state.updates), int(state.clock.folded)
+        count, folded = int(state.count), int(state.clock.folded)
         starts, places = blocks_at(state.clock, count)
         if isinstance(self.rule, Exponential):  # the factor of an error of the open mean in the sum
             carry = float(self.rule.decay(folded + 1))
@@ -257,7 +257,7 @@ class TreeAverage:
         clock = clock_for(self.rule)
         clock.restore(count, starts, folded)
         state = self.init(tree)
-        most = np.iinfo(state.updates.dtype).max - 1
+        most = np.iinfo(state.count.dtype).max - 1
         if count > most:
             raise ValueError(
                 f"state: expected a count of at most {most}, since x64 is off, got {count}"
@@ -300,7 +300,7 @@ class TreeAverage:
             if name in partial:
                 sums[i] = put(partial[name], sums[i])
         return state._replace(
-            updates=put(count, state.updates),
+            count=put(count, state.count),
             size=put(size_at(self.rule, count), state.size),
             clock=state.clock._replace(**fields),
             sums=structure.unflatten(sums),
@@ -315,7 +315,7 @@ def tail_average(
     *,
     dtype: Any = jnp.float32,
     bundle: int = BUNDLE,
-    offload: Literal["host"] | None = None,
+    offload: Literal["cpu"] | None = None,
 ) -> TreeAverage:
     """Make a tail average of pytrees: `init`, `update`, `value`, `size` and `profile`, all pure.
 
@@ -326,9 +326,9 @@ def tail_average(
         bundle: Leaves of up to this many numbers share one array for their means, which is faster
             to compile and to call if there are many. If such leaves are sharded, one in 256 updates
             gathers them. With 0 each leaf has its own means, sharded like the leaf.
-        offload: `"host"` keeps the means in the memory of the host, if the backend has
-            `pinned_host`. On the device, the average then takes one array of the size of the
-            parameters. Means are moved when they change or are read.
+        offload: `"cpu"` keeps the means in main memory, if the backend has `pinned_host`. On
+            the device, the average then takes one array of the size of the parameters. Means are
+            moved when they change or are read.
 
     Examples:
         >>> average = tail_average(100)
@@ -345,8 +345,8 @@ def tail_average(
             f"rule: expected an AnytimeWindow, an Exponential or an AnyTail, got {rule}, which "
             "cannot be kept inside jax.jit; AnytimeWindow(window) has the variance of any window"
         )
-    if offload not in (None, "host"):
-        raise ValueError(f'offload: expected "host" or None, got {offload!r}')
+    if offload not in (None, "cpu"):
+        raise ValueError(f'offload: expected "cpu" or None, got {offload!r}')
     bundle = positive_int(bundle, "bundle", least=0)
     for kind in map(np.dtype, (np.float32, np.float64)):
         if dtype is not None and kind == dtype:
