@@ -96,7 +96,7 @@ def in_jax(rule, dtype, saved, xs):
     padded = np.zeros((1024, *xs.shape[1:]), dtype)  # one shape, to be compiled once
     padded[: len(xs)] = xs
     state = jitted(rule, dtype)(state, padded, 0, len(xs))
-    if not int(state.count):
+    if not int(state.updates):
         return average.state_dict(state), None
     return average.state_dict(state), np.asarray(average.value(state, **window_for(rule)))
 
@@ -546,7 +546,7 @@ def test_counts_that_32_bits_do_not_hold_are_refused():
         tail_average(Exponential(10)).from_state_dict(saved, jnp.zeros(2))
     with jax.enable_x64(True):
         state = tail_average(Exponential(10)).from_state_dict(saved, jnp.zeros(2))
-        assert int(state.count) == 3 * 10**9
+        assert int(state.updates) == 3 * 10**9
 
 
 def test_names_are_checked_before_the_first_sample_too():

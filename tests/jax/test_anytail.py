@@ -105,7 +105,7 @@ def test_blocks_are_merged_late_in_a_stream_as_well(x64):
             state = run_on(average.from_state_dict(saved, jnp.zeros(2)), steps)
             core.advance(t + steps)
             assert state.clock.starts.tolist() == core.blocks
-            assert int(state.count) == t + steps
+            assert int(state.updates) == t + steps
             assert np.isfinite(average.value(state, window=0.4)).all()
 
 
@@ -203,7 +203,7 @@ def test_the_shortest_window_is_read_at_every_step(x64):
     def weights_at(t, c):
         rule = AnyTail(6, c)
         state = tail_average(rule).init({})
-        state = state._replace(count=t, size=size_at(rule, t))
+        state = state._replace(updates=t, size=size_at(rule, t))
         return [weights_of(state, window) for window in (c, jnp.asarray(c))]
 
     fractions = [0.07, 0.3, 1 / 3]

@@ -45,7 +45,7 @@ def test_a_loop_in_the_program_counts_on(rule):
     average = tail_average(rule)
     body = lambda i, state: average.update(state, i.astype(jnp.float32))  # noqa: E731
     state = jax.jit(lambda state: lax.fori_loop(0, 50, body, state))(average.init(0.0))
-    assert state.count == 50
+    assert state.updates == 50
     assert_close(value(state), weight_matrix(rule, 50)[-1] @ np.arange(50.0), 1e-5)
 
 
@@ -97,7 +97,7 @@ def test_averages_of_a_batch_may_be_at_different_steps(rule):
     latest = [jax.tree.map(lambda xs: xs[-40:], trees) for trees in streams]
     batch = jax.tree.map(lambda *leaves: np.stack(leaves, axis=1), *latest)
     states, values = jax.jit(lambda *a: lax.scan(step, *a))(states, batch)
-    assert states.count.tolist() == [age + 40 for age in ages]
+    assert states.updates.tolist() == [age + 40 for age in ages]
     for i, (age, trees) in enumerate(zip(ages, streams, strict=True)):
         weights = weight_matrix(rule, age + 40)[age:]
         for name, xs in trees.items():
@@ -108,7 +108,7 @@ def test_averages_of_a_batch_may_be_at_different_steps(rule):
 def test_a_batch_of_averages_begins_as_one_average_each():
     average, trees = tail_average(10), samples(4, (3,)).astype(np.float32)
     states = jax.vmap(average.init)(trees)
-    assert states.count.tolist() == [0] * 4
+    assert states.updates.tolist() == [0] * 4
     assert_same(jax.vmap(value)(states), jnp.asarray(trees))
     for i in range(4):
         assert_same(row(states, i), average.init(trees[i]))
@@ -171,7 +171,7 @@ def test_a_donated_state_is_used_up_and_nothing_else(rule):
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((tree, old)))
     assert_same(old, kept)
     assert_same(average.value(state), kept)
-    assert state.count == 3
+    assert state.updates == 3
 
 
 @two_rules

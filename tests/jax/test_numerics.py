@@ -73,10 +73,10 @@ def program(rule, steps):
     average = tail_average(rule)
 
     def look(state, _):
-        step, _ = state.clock.step(rule, state.count)
+        step, _ = state.clock.step(rule, state.updates)
         state = average.update(state, {})
-        weights = state.clock.weights(state.count, state.size)
-        return state, (state.count, state.clock, step, weights)
+        weights = state.clock.weights(state.updates, state.size)
+        return state, (state.updates, state.clock, step, weights)
 
     return jax.jit(lambda state: lax.scan(look, state, length=steps))
 
@@ -125,7 +125,7 @@ def test_blocks_have_the_size_that_they_promise(rule):
     for start in places_of(rule):
         state, seen = watched(rule, state_at(rule, start))
         end = start + 3000
-        assert int(state.count) == end
+        assert int(state.updates) == end
         np.testing.assert_allclose(float(state.size), rule.size(end), rtol=1e-6)
         starts = starts_at(rule, end)
         np.testing.assert_array_equal(state.clock.starts[-len(starts) :], starts)
@@ -187,7 +187,7 @@ def check_decay(rule, tally, seen):
 def test_an_exponential_has_the_size_that_it_promises(rule):
     for start in places_of(rule):
         state, seen = watched(rule, state_at(rule, start))
-        assert int(state.count) == start + 3000
+        assert int(state.updates) == start + 3000
         np.testing.assert_allclose(float(state.size), rule.size(start + 3000), rtol=1e-6)
         check_decay(rule, Tally(rule, start), seen)
 

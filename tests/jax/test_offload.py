@@ -29,7 +29,7 @@ def kinds(tree):
 
 def assert_placed(state):
     assert kinds((state.means, state.bundles)) == {"pinned_host"}
-    assert kinds((state.sums, state.clock, state.count, state.size)) == {"device"}
+    assert kinds((state.sums, state.clock, state.updates, state.size)) == {"device"}
 
 
 def trees_of(steps=STEPS):

@@ -107,7 +107,7 @@ def test_before_the_first_update_the_value_is_what_was_given_to_init(rule):
         got = average.value(state)
         assert_same(got["named"], wide)
         np.testing.assert_array_equal(got["w"], tree["w"])
-        assert state.count == 0
+        assert state.updates == 0
         assert average.size(state) == rule.size(1)
 
 
@@ -121,7 +121,7 @@ def test_a_tree_without_anything_to_average_is_counted(rule, tree):
     state = average.init(tree)
     for _ in range(4):
         state = jax.jit(average.update, donate_argnums=0)(state, tree)
-    assert state.count == 4
+    assert state.updates == 4
     assert average.value(state) == average.value(state, like=tree) == tree
     assert average.profile(state).count == 4
 
@@ -137,7 +137,7 @@ def test_whole_numbers_and_narrow_floats_are_taken_for_a_floating_leaf():
 
 def test_parts_of_a_state_are_named():
     state = tail_average(10).init(1.0)
-    assert state._fields == ("count", "size", "rule", "clock", "sums", "means", "bundles")
+    assert state._fields == ("updates", "size", "rule", "clock", "sums", "means", "bundles")
     assert isinstance(state.clock, TracedBlocks)
     assert isinstance(tail_average(Exponential(10)).init(1.0).clock, TracedDecay)
     assert isinstance(tail_average(AnyTail()).init(1.0).clock, TracedTails)
@@ -215,7 +215,7 @@ def test_a_tree_that_does_not_fit_is_refused_and_the_state_is_as_it_was(tree, er
         with pytest.raises(error, match=message):
             call(state, tree)
     assert_same(state, expected)
-    assert average.update(state, WHOLE).count == 2
+    assert average.update(state, WHOLE).updates == 2
 
 
 def test_a_bare_array_that_does_not_fit_is_refused():

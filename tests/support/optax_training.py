@@ -93,7 +93,7 @@ def tails(state):
 
 
 def counts(state):
-    return [int(tail.count) for tail in tails(state)]
+    return [int(tail.updates) for tail in tails(state)]
 
 
 CLIPPED = optax.chain(

@@ -124,14 +124,14 @@ def weights_of(state: TreeState, window: TreeReading | None) -> Weights:
     reading = _reading(state, window)
     decay = reading if isinstance(reading, Decay) else None
     k = _size(state, reading)
-    weights: Weights = _weights(state.clock, state.count, state.size, k, decay)
+    weights: Weights = _weights(state.clock, state.updates, state.size, k, decay)
     return weights
 
 
 def size_read(state: TreeState, window: TreeReading | None) -> Array:
     """Return k_t of the window with which the state is read; see `tailavg.core.rules.size_of`."""
     if window is None and isinstance(state.clock, TracedTails):
-        return state.count.astype(state.size.dtype)
+        return state.updates.astype(state.size.dtype)
     return _size(state, _reading(state, window))
 
 
@@ -140,8 +140,8 @@ def _reading(state: TreeState, window: Any) -> Any:
 
     Raise if the window is too short, where the state is known.
     """
-    known = not isinstance(state.count, jax.core.Tracer)
-    if known and np.any(overflowed(state.count)):
+    known = not isinstance(state.updates, jax.core.Tracer)
+    if known and np.any(overflowed(state.updates)):
         raise ValueError(
             "state: expected one that only the rule it was made with has updated, got one that "
             "another rule has updated inside jax.jit, or that has had too many updates; resume "
@@ -161,8 +161,8 @@ def _reading(state: TreeState, window: Any) -> Any:
     reading = window if isinstance(window, Decay) else as_window(window)
     if isinstance(reading, Decay) and reading.shape == "linear":
         reading = reading.window
-    if known and not np.ndim(state.count):
-        t, least = int(state.count), float(state.size)
+    if known and not np.ndim(state.updates):
+        t, least = int(state.updates), float(state.size)
         if t and reading.size(t) < least * (1 - _tie(state.size.dtype)):
             raise ValueError(
                 f"window: expected at least {least:g} of the {t} samples so far, got {window!r}; "
@@ -182,7 +182,7 @@ def _tie(dtype: Any) -> float:
 
 def _size(state: TreeState, reading: Any) -> Array:
     """Return k_t of what `_reading` returned."""
-    t = jnp.maximum(state.count, 1)
+    t = jnp.maximum(state.updates, 1)
     if reading is None:
         return state.size
     if _is_array(reading):
@@ -193,11 +193,11 @@ def _size(state: TreeState, reading: Any) -> Array:
 
 @functools.partial(jax.jit, static_argnames="decay", inline=True)
 def _weights(
-    clock: TracedBlocks | TracedDecay, count: Array, size: Array, k: Array, decay: Decay | None
+    clock: TracedBlocks | TracedDecay, updates: Array, size: Array, k: Array, decay: Decay | None
 ) -> Weights:
-    of_means, of_sum = clock.weights(count, k, decay)
+    of_means, of_sum = clock.weights(updates, k, decay)
     # NaN if the window is too short, after an update with another rule, or if the count overflowed
-    read = (k >= size * (1 - _tie(size.dtype))) & ~overflowed(count)
+    read = (k >= size * (1 - _tie(size.dtype))) & ~overflowed(updates)
     return of_means, jnp.where(read, of_sum, jnp.nan)
 
 

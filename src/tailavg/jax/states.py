@@ -44,7 +44,7 @@ class Bundle(NamedTuple):
 class TreeState(NamedTuple):
     """The state of a tail average of a pytree."""
 
-    count: Array  # type: ignore[assignment]  # hides the method of tuples, as optax's states do
+    updates: Array
     """The number of updates so far, t."""
     size: Array
     """The size of the window, k_t; of an `AnyTail`, that of the shortest it can be read with."""
@@ -114,6 +114,6 @@ def name_of(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-def overflowed(count: Array) -> Array:
+def overflowed(updates: Array) -> Array:
     """Return whether the count has reached the largest integer: it stays, and the value is NaN."""
-    return count == np.iinfo(count.dtype).max
+    return updates == np.iinfo(updates.dtype).max

@@ -79,7 +79,7 @@ class TreeAverage:
         means = [self._means(x) if self._has_own_means(x) else None for x in sums]
         _, small = split_leaves(sums, means)
         return TreeState(
-            count=jnp.zeros_like(clock.folded),
+            updates=jnp.zeros_like(clock.folded),
             size=jnp.asarray(size_at(self.rule, 1), jnp.result_type(float)),
             rule=jnp.asarray(_checksum(self.rule)),
             clock=clock,
@@ -138,18 +138,18 @@ class TreeAverage:
     def _update(self, state: TreeState, tree: Tree) -> TreeState:
         leaves, sums, means, structure = aligned(tree, state)
         clock: Any = state.clock
-        step, clock = clock.step(self.rule, state.count)
+        step, clock = clock.step(self.rule, state.updates)
         sums, means, bundles = fold_if_due(step, sums, means, state.bundles)
         new = list(leaves)  # leaves that are not averaged pass through
         for i, (leaf, total) in enumerate(zip(leaves, sums, strict=True)):
             if is_averaged(total):
                 new[i] = lax.add(total, times(step.factor, _widened(leaf, total)))
         # an update with another rule sets the count to the largest integer: the value is NaN
-        counts = ~overflowed(state.count) & (state.rule == _checksum(self.rule))
-        count = jnp.where(counts, state.count + 1, np.iinfo(state.count.dtype).max)
+        counts = ~overflowed(state.updates) & (state.rule == _checksum(self.rule))
+        updates = jnp.where(counts, state.updates + 1, np.iinfo(state.updates.dtype).max)
         return TreeState(
-            count=count,
-            size=jnp.asarray(size_at(self.rule, count), state.size.dtype),
+            updates=updates,
+            size=jnp.asarray(size_at(self.rule, updates), state.size.dtype),
             rule=state.rule,
             clock=jax.tree.map(lambda new, old: new.astype(old.dtype), clock, state.clock),
             sums=structure.unflatten(new),
@@ -169,7 +169,7 @@ class TreeAverage:
 
     def count(self, state: TreeState) -> Array:
         """Return the number of updates so far, t."""
-        return state.count
+        return state.updates
 
     def size(self, state: TreeState, window: Reading | None = None) -> Array:
         """Return the size of the window, k_t. `profile` has the effective size.
@@ -180,13 +180,13 @@ class TreeAverage:
 
     def weights(self, state: TreeState, window: Reading | None = None) -> Reals:
         """Return the weight of each of the `count` updates, oldest first. Not inside `jax.jit`."""
-        count = int(state.count)
+        count = int(state.updates)
         starts, _ = blocks_at(state.clock, count)
         return dense_weights(self.rule, starts, count, window)
 
     def profile(self, state: TreeState, window: Reading | None = None) -> Profile:
         """Summarize the weights: effective size, mean age, oldest age. Not inside `jax.jit`."""
-        count = int(state.count)
+        count = int(state.updates)
         if not count:
             raise layout.nothing_yet("profile")
         starts, _ = blocks_at(state.clock, count)
@@ -199,7 +199,7 @@ class TreeAverage:
         are not averaged are left out. To resume within JAX, save the state itself, which is a
         pytree: the resumed run is then bit-identical.
         """
-        count, folded = int(state.count), int(state.clock.folded)
+        count, folded = int(state.updates), int(state.clock.folded)
         starts, places = blocks_at(state.clock, count)
         if isinstance(self.rule, Exponential):  # the factor of an error of the open mean in the sum
             carry = float(self.rule.decay(folded + 1))
@@ -257,7 +257,7 @@ class TreeAverage:
         clock = clock_for(self.rule)
         clock.restore(count, starts, folded)
         state = self.init(tree)
-        most = np.iinfo(state.count.dtype).max - 1
+        most = np.iinfo(state.updates.dtype).max - 1
         if count > most:
             raise ValueError(
                 f"state: expected a count of at most {most}, since x64 is off, got {count}"
@@ -300,7 +300,7 @@ class TreeAverage:
             if name in partial:
                 sums[i] = put(partial[name], sums[i])
         return state._replace(
-            count=put(count, state.count),
+            updates=put(count, state.updates),
             size=put(size_at(self.rule, count), state.size),
             clock=state.clock._replace(**fields),
             sums=structure.unflatten(sums),
