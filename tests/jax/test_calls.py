@@ -45,7 +45,7 @@ def test_a_loop_in_the_program_counts_on(rule):
     average = tail_average(rule)
     body = lambda i, state: average.update(state, i.astype(jnp.float32))  # noqa: E731
     state = jax.jit(lambda state: lax.fori_loop(0, 50, body, state))(average.init(0.0))
-    assert state.updates == 50
+    assert state.count == 50
     assert_close(value(state), weight_matrix(rule, 50)[-1] @ np.arange(50.0), 1e-5)
 
 
@@ -171,7 +171,7 @@ def test_a_donated_state_is_used_up_and_nothing_else(rule):
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((tree, old)))
     assert_same(old, kept)
     assert_same(average.value(state), kept)
-    assert state.updates == 3
+    assert state.count == 3
 
 
 @two_rules

@@ -159,6 +159,6 @@ def test_a_loaded_state_goes_on_where_its_leaves_are():
             tree = jax.device_put(jnp.full(8, 3.0), place)
             state = average.from_state_dict(average.state_dict(saved), tree)
             state = average.update(state, tree)
-            assert state.updates == saved.updates + 1
+            assert state.count == saved.updates + 1
             assert state.sums.sharding.is_equivalent_to(tree.sharding, 1)
             assert value(state).sharding.is_equivalent_to(tree.sharding, 1)

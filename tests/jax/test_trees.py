@@ -107,7 +107,7 @@ def test_before_the_first_update_the_value_is_what_was_given_to_init(rule):
         got = average.value(state)
         assert_same(got["named"], wide)
         np.testing.assert_array_equal(got["w"], tree["w"])
-        assert state.updates == 0
+        assert state.count == 0
         assert average.size(state) == rule.size(1)
 
 
@@ -121,7 +121,7 @@ def test_a_tree_without_anything_to_average_is_counted(rule, tree):
     state = average.init(tree)
     for _ in range(4):
         state = jax.jit(average.update, donate_argnums=0)(state, tree)
-    assert state.updates == 4
+    assert state.count == 4
     assert average.value(state) == average.value(state, like=tree) == tree
     assert average.profile(state).count == 4
 

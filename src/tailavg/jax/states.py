@@ -60,6 +60,14 @@ class TreeState(NamedTuple):
     bundles: dict[str, Bundle]
     """The means of small leaves, by dtype."""
 
+    @property
+    def count(self) -> Array:  # type: ignore[override]  # of a tuple
+        """The number of updates so far, t.
+
+        The field has another name, since optax finds fields of optimizer states by `"count"`.
+        """
+        return self.updates
+
 
 def split_leaves(
     sums: Sequence[Any], means: Sequence[Any]
