@@ -28,7 +28,14 @@ def test_a_line_in_is_an_average_out():
 @pytest.mark.parametrize(
     ("options", "rule"),
     [
+        ([], AnytimeWindow(0.25)),
+        (["--at-most", "40"], AnytimeWindow(Growing(0.25, at_most=40))),
         (["-w", "0.25"], AnytimeWindow(0.25)),
+        (["-w", "0.7%"], AnytimeWindow(0.007)),
+        (["-w", "12.5 %"], AnytimeWindow(0.125)),
+        (["-w", "2.5e-1"], AnytimeWindow(0.25)),
+        (["-w", "2e1"], AnytimeWindow(20)),
+        (["-w", "2_0"], AnytimeWindow(20)),
         (["-w", "20"], AnytimeWindow(20)),
         (["-w", "0.5", "--accumulators", "5"], AnytimeWindow(0.5, 5)),
         (["-w", "0.5", "--at-most", "40"], AnytimeWindow(Growing(0.5, at_most=40))),
@@ -226,11 +233,13 @@ def test_an_average_that_is_there_already():
     assert "already has a column 'x_average'" in told
 
 
+NO_WINDOWS = ["0", "-1", "1.5", "1000.0", "0%", "101%", "1e1%", "%", "1__0", "1e19", "1e400", "nan"]
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ([], "expected either --window or --windows, got neither"),
-        (["-w", "2", "--windows", "3"], "expected either --window or --windows, got both"),
+        (["-w", "2", "--windows", "3"], "--windows replaces --window"),
         (["--windows", "2,much"], "much"),
         (["--windows", "0.5,2,.50"], "expected each window once, got .50 twice"),
         (["--windows", "2,"], "''"),
@@ -240,6 +249,7 @@ def test_an_average_that_is_there_already():
         (["--windows", "2", "--accumulators", "6"], "--accumulators goes with fractions"),
         (["-w", "0"], "window"),
         (["-w", "much"], "much"),
+        *((["-w", text], f"such as 0.25 or 25%; got {text!r}") for text in NO_WINDOWS),
         (["-w", "2", "-c", "x", "-f", "x"], "use only one of them"),
         (["-w", "2", "--by", "x"], "--by needs --column or --field"),
         (["-w", "2", "--every", "0"], "--every"),

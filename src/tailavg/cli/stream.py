@@ -76,16 +76,16 @@ def stream(
     """Average numbers as they arrive: one line in, one average out.
 
     Reads one number per line, CSV with a header (--column) or JSON lines (--field); both options
-    may be repeated. Writes averages with 12 significant digits.
+    may be repeated. Writes averages with 12 significant digits. The window is 0.25 unless one is given.
 
-    Examples: tail -f train.log | tailavg stream --window 0.25
+    Examples: tail -f train.log | tailavg stream --window 1000
 
     tailavg stream --windows 0.1,0.25,0.5,1.0 --column loss --output csv log.csv
 
     Exit codes: 0 at the end of the input, 1 for bad data or files, 2 for a wrong command line,
     130 after Ctrl-C, 143 after SIGTERM and 129 after SIGHUP, all with the state saved.
     """
-    parsed = parse_windows(window, windows, at_most)
+    parsed = parse_windows(window, windows, at_most, options.DEFAULT_WINDOW)
     source = choose_input(column, fields, by)
     if windows is None:
         reads: Reads = [(parse_rule(parsed[0], method, accumulators), None)]
