@@ -399,6 +399,8 @@ def test_bad_rows_can_be_skipped(tmp_path):
     ended = run("--skip-bad", "-w", "2", folder=tmp_path, text="1\ntwo\n3\n")
     assert "the last 2 2" in ended.stdout
     assert "skipped 1 row, the first is line 2: 'two'" in ended.stderr
+    _, told = commands.failed("plot", "--skip-bad", text="two\n")
+    assert "skipped every row, 1 row: none could be read" in told
 
 
 @pytest.fixture

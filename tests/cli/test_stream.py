@@ -221,6 +221,15 @@ def test_bad_rows_are_skipped_and_counted():
     assert "skipped 1 row, the first is line 3: '3': expected 2 cells" in ended.told
 
 
+@pytest.mark.parametrize("times", [1, 100])
+def test_to_skip_every_row_is_an_error(times):
+    written, told = failed("-w", "2", "--skip-bad", text="\n" + "a\n" * times)
+    assert not written
+    assert f"skipped every row, {times} row" in told
+    assert "none could be read; the first is line 2: 'a': expected a number" in told
+    assert not done("-w", "2", "--skip-bad", "-c", "x", text="x,y\n")
+
+
 def test_a_missing_column_names_those_there_are():
     _, told = failed("-w", "2", "-c", "x", text="step,loss\n1,2\n")
     assert told == "tailavg: no column 'x' in the header; there are: step, loss"

@@ -228,6 +228,7 @@ class Rows:
         self.skip_bad = skip_bad
         self.lines = 0  # read so far
         self.opened = False  # whether any input has been read
+        self.good = 0  # rows with numbers
         self.bad = 0  # skipped rows
         self.first_bad = ""
         self.error = ""  # why reading cannot go on
@@ -250,6 +251,7 @@ class Rows:
         except ValueError:
             return None
         self.lines += len(numbers)
+        self.good += len(numbers)
         return numbers, keys
 
     def parse(self, block: bytes) -> list[Row]:
@@ -268,6 +270,7 @@ class Rows:
                     break
                 self.bad += 1
                 self.first_bad = self.first_bad or message
+        self.good += len(rows)
         return rows
 
     def arrays(self, rows: list[Row]) -> tuple[Array, list[str]]:
@@ -278,6 +281,8 @@ class Rows:
     def skipped(self) -> str:
         """Say how many rows were skipped, and why the first one was."""
         rows = "1 row" if self.bad == 1 else f"{self.bad} rows"
+        if not self.good:
+            return f"skipped every row, {rows}: none could be read; the first is {self.first_bad}"
         return f"skipped {rows}, the first is {self.first_bad}"
 
 

@@ -24,7 +24,7 @@ from tailavg.cli import options, signals
 from tailavg.cli.averages import Averages, Reads
 from tailavg.cli.blocks import Blocks
 from tailavg.cli.cells import Array, csv_line, decode, encode, format_numbers
-from tailavg.cli.common import fail, say
+from tailavg.cli.common import FAILED, fail, say
 from tailavg.cli.lines import PlainInput, Row, Rows, choose_input, has_many_lines
 from tailavg.cli.options import Method, parse_rule, parse_windows, window_name
 from tailavg.cli.signals import WAITING, Act, Stopped
@@ -177,6 +177,8 @@ def _finish(session: Session, failure: str | None, state: Path | None) -> None:
         say(stopped)
     if number is not None:
         raise typer.Exit(128 + number)
+    if session.bad and not session.good:
+        raise typer.Exit(FAILED)
 
 
 def _write(data: bytes) -> None:
