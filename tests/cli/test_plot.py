@@ -151,7 +151,7 @@ def test_draws_after_some_rows_what_was_averaged_of_all(runs, tmp_path):
 def test_output_of_stream_can_be_drawn(runs, tmp_path):
     """Its columns have the names that averages would get."""
     folder, _ = runs
-    options = ["-w", "9", "-c", "loss", "--output", "csv"]
+    options = ["-w", "9", "-c", "loss", "--format", "csv"]
     averaged = commands.done("stream", *options, folder / "a.csv")
     assert list(page(tmp_path, "-c", "loss", "-c", "loss_average", text=averaged)) == [
         "loss",

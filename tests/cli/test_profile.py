@@ -20,7 +20,7 @@ done = partial(commands.done, "profile", COLUMNS="200")
 
 
 def rows(*arguments):
-    table = json.loads(done(*arguments, "--output", "json"))
+    table = json.loads(done(*arguments, "--format", "json"))
     return {row.pop("method"): row for row in table}
 
 

@@ -104,7 +104,7 @@ def test_a_nan_in_some_of_several_windows():
 # Odd input
 
 
-@pytest.mark.parametrize("options", [[], ["-c", "x"], ["-f", "x"], ["-c", "x", "--output", "csv"]])
+@pytest.mark.parametrize("options", [[], ["-c", "x"], ["-f", "x"], ["-c", "x", "--format", "csv"]])
 def test_empty_input(options):
     assert done("-w", "2", *options) == ""
 
@@ -126,7 +126,7 @@ def test_empty_lines_are_passed_over():
 
 
 def test_bytes_that_are_no_text_are_carried_through():
-    ended = run("-w", "2", "-c", "x", "--output", "csv", text=b"x,name\n1,caf\xe9\n")
+    ended = run("-w", "2", "-c", "x", "--format", "csv", text=b"x,name\n1,caf\xe9\n")
     assert ended.output == b"x,name,x_average\n1,caf\xe9,1\n"
 
 
@@ -142,7 +142,7 @@ def test_nan_and_infinities_are_numbers(options):
 def test_json_numbers_out_of_range():
     text = '{"x": 1e400}\n{"x": -1' + "0" * 400 + "}\n"
     assert done("-w", "1", "-f", "x", text=text) == "inf\n-inf\n"
-    assert '"x_average": null' in done("-w", "1", "-f", "x", "--output", "jsonl", text=text)
+    assert '"x_average": null' in done("-w", "1", "-f", "x", "--format", "jsonl", text=text)
 
 
 def test_a_line_of_a_megabyte():
@@ -238,7 +238,7 @@ def test_a_missing_column_names_those_there_are():
 
 
 def test_an_average_that_is_there_already():
-    _, told = failed("-w", "2", "-c", "x", "--output", "csv", text="x,x_average\n1,2\n")
+    _, told = failed("-w", "2", "-c", "x", "--format", "csv", text="x,x_average\n1,2\n")
     assert "already has a column 'x_average'" in told
 
 

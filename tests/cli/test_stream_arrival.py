@@ -9,7 +9,7 @@ import pytest
 from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, Growing, TailAverage
 from tailavg.cli.averages import Averages
 from tailavg.cli.lines import CsvInput, JsonInput, PlainInput
-from tailavg.cli.stream import Output, Session
+from tailavg.cli.stream import Format, Session
 from tailavg.numpy import table as tables
 from tests.support.streams import lines
 
@@ -49,7 +49,7 @@ WAYS = [[100], [3000], [1, 200, 3, 40, 29, 30, 31]]
 
 
 def plain(reads):
-    return Session(reads, PlainInput(["value"], None), Output.plain, 1, False)
+    return Session(reads, PlainInput(["value"], None), Format.plain, 1, False)
 
 
 @pytest.mark.parametrize("odd", ODD)
@@ -87,7 +87,7 @@ def json_lines():
     return [json.dumps({"k": key, "x": x, "y": y}) + "\n" for key, x, y in table()]
 
 
-def keyed(reads, kind, output=Output.plain, every=1):
+def keyed(reads, kind, output=Format.plain, every=1):
     source = kind(["x", "y"], "k")
     source.suffixes = [f"_{i}" for i in range(len(reads))]
     session = Session(reads, source, output, every, False)
@@ -138,7 +138,7 @@ def test_keys(tmp_path, method):
     assert found == alone
 
 
-@pytest.mark.parametrize("output", Output)
+@pytest.mark.parametrize("output", Format)
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("kind", [CsvInput, JsonInput])
 def test_outputs(kind, every, output):
