@@ -104,6 +104,20 @@ def test_a_nan_in_some_of_several_windows():
 # Odd input
 
 
+def test_nan_can_be_omitted_or_refused():
+    text = "nan\n1\n3\nnan\n5\n"
+    assert done("-w", "2", text=text) == "nan\nnan\n2\nnan\nnan\n"
+    assert done("-w", "2", "--nan", "propagate", text=text) == done("-w", "2", text=text)
+    assert done("-w", "2", "--nan", "omit", text=text) == "nan\n1\n2\n2\n4\n"
+    for many in (0, 100):
+        written, told = failed("-w", "2", "--nan", "raise", text="1\n" * (many + 1) + "nan\n3\n")
+        assert written == "1\n" * (many + 1)
+        assert f"line {many + 2}: 'nan': expected no NaN, because of --nan raise" in told
+    ended = run("-w", "2", "--nan", "raise", "--skip-bad", text=text)
+    assert ended.stdout == "1\n2\n4\n"
+    assert "skipped 2 rows, the first is line 1: 'nan'" in ended.told
+
+
 @pytest.mark.parametrize("options", [[], ["-c", "x"], ["-f", "x"], ["-c", "x", "--format", "csv"]])
 def test_empty_input(options):
     assert done("-w", "2", *options) == ""
@@ -262,6 +276,8 @@ NO_WINDOWS = ["0", "-1", "1.5", "1000.0", "0%", "101%", "1e1%", "%", "1__0", "1e
         (["-w", "2", "-c", "x", "-f", "x"], "use only one of them"),
         (["-w", "2", "--by", "x"], "--by needs --column or --field"),
         (["-w", "2", "--every", "0"], "--every"),
+        (["--every", "2", "--nan", "omit"], "--every counts all numbers"),
+        (["--nan", "drop"], "drop"),
         (["-w", "2", "--method", "best"], "best"),
         (["-w", "2", "--method", "exact", "--accumulators", "3"], "--accumulators goes with"),
         (["-w", "2", "--at-most", "3"], "--at-most needs a fraction"),

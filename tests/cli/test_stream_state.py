@@ -263,6 +263,7 @@ LOADED = [
     (["-w", "50", "--method", "exact"], NUMBERS),
     (["-w", "0.25", "--method", "exponential"], NUMBERS),
     (["--windows", "0.25"], NUMBERS),
+    (["-w", "20", "--nan", "omit"], NUMBERS),
     (["-w", "0.25"], []),
 ]
 
@@ -273,6 +274,7 @@ def test_a_state_of_one_average_is_loaded_in_python(tmp_path, options, numbers):
     *_, last = done(*options, "--state", state, text=lines(numbers)).split() or [""]
     average = TailAverage.load(state)
     assert average.count == len(numbers)
+    assert average.nan_policy == ("omit" if "omit" in options else "propagate")
     if numbers:
         window = 0.25 if "--windows" in options else None
         assert f"{average.value(window):.12g}" == last.split(",")[-1]
@@ -333,6 +335,7 @@ def test_a_bad_row_leaves_the_state_of_what_came_before(tmp_path):
         (["-w", "3", "--method", "exact"], "rule was"),
         (["-w", "3", "-c", "x"], "input was plain, is csv"),
         (["-w", "3", "--format", "csv"], "format was plain, is csv"),
+        (["-w", "3", "--nan", "omit"], "nan was propagate, is omit"),
         (["--windows", "3"], "averages was ['average'], is ['average_3']"),
         (["--windows", "3,0.5"], "rule was"),
     ],

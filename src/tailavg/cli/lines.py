@@ -223,9 +223,10 @@ class JsonInput(CsvInput):
 class Rows:
     """The rows of an input, and how far it has been read."""
 
-    def __init__(self, source: PlainInput, skip_bad: bool) -> None:
+    def __init__(self, source: PlainInput, skip_bad: bool, refuse_nan: bool = False) -> None:
         self.source = source
         self.skip_bad = skip_bad
+        self.refuse_nan = refuse_nan  # a row with a NaN is bad
         self.lines = 0  # read so far
         self.opened = False  # whether any input has been read
         self.good = 0  # rows with numbers
@@ -250,6 +251,8 @@ class Rows:
             numbers, keys = self.source.take(block)
         except ValueError:
             return None
+        if self.refuse_nan and np.isnan(numbers).any():
+            return None
         self.lines += len(numbers)
         self.good += len(numbers)
         return numbers, keys
@@ -262,7 +265,10 @@ class Rows:
             if not line or line.isspace():
                 continue
             try:
-                rows.append(parse(line))
+                row = parse(line)
+                if self.refuse_nan and any(map(math.isnan, row.numbers)):
+                    raise ValueError("expected no NaN, because of --nan raise")
+                rows.append(row)
             except ValueError as error:
                 message = f"line {self.lines}: {short(line)}: {error}"
                 if not self.skip_bad:

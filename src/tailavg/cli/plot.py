@@ -87,7 +87,8 @@ def plot(
 
     Reads what `tailavg stream` reads: one number per line, CSV (--column) or JSON lines (--field),
     of any length, in little memory; and TensorBoard's event files or their folders (--column is
-    then a tag). Several columns are drawn below one another. The window is 0.25 unless one is given.
+    then a tag). Several columns are drawn below one another. The window is 0.25 unless one is
+    given.
 
     Examples: tailavg plot train.csv --column loss --windows 0.1,0.25,1000 -o loss.svg
 

@@ -32,6 +32,7 @@ from tailavg.core.rules import shared_rules
 from tailavg.core.windows import NEVER, Growing, Window
 from tailavg.io.files import InUseError, check_writable, locked, whole_file
 from tailavg.io.state import STREAM, STREAM_VERSION, plain
+from tailavg.numpy.average import NanPolicy
 
 
 class Format(StrEnum):
@@ -71,6 +72,12 @@ def stream(
             help="Averages alone, or CSV or JSON lines with the columns of the input.",
         ),
     ] = Format.plain,
+    nan: Annotated[
+        NanPolicy,
+        typer.Option(
+            help="What a NaN does: propagate to the averages, be omitted, or be an error (raise)."
+        ),
+    ] = "propagate",
     state: Annotated[
         Path | None, typer.Option(help="Resume from this file if it exists, and save to it.")
     ] = None,
@@ -79,7 +86,8 @@ def stream(
     """Average numbers as they arrive: one line in, one average out.
 
     Reads one number per line, CSV with a header (--column) or JSON lines (--field); both options
-    may be repeated. Writes averages with 12 significant digits. The window is 0.25 unless one is given.
+    may be repeated. Writes averages with 12 significant digits. The window is 0.25 unless one is
+    given.
 
     Examples: tail -f train.log | tailavg stream --window 1000
 
@@ -95,7 +103,9 @@ def stream(
     else:
         reads = _share(parsed, method, accumulators)
         source.suffixes = [f"_{window_name(each)}" for each in parsed]
-    session = Session(reads, source, output_format, every, skip_bad)
+    if nan == "omit" and every > 1:
+        raise typer.BadParameter("--every counts all numbers: use it without --nan omit")
+    session = Session(reads, source, output_format, every, skip_bad, nan)
     with ExitStack() as stack:
         blocks = Blocks(file)  # before any other file: see there
         stack.callback(blocks.close)
@@ -198,12 +208,18 @@ class Session(Rows):
     """The state between input and output: the averages, and how far the input has been read."""
 
     def __init__(
-        self, reads: Reads, source: PlainInput, output_format: Format, every: int, skip_bad: bool
+        self,
+        reads: Reads,
+        source: PlainInput,
+        output_format: Format,
+        every: int,
+        skip_bad: bool,
+        nan: NanPolicy = "propagate",
     ) -> None:
-        super().__init__(source, skip_bad)
-        self.reads, self.format = reads, output_format
+        super().__init__(source, skip_bad, refuse_nan=nan == "raise")
+        self.reads, self.format, self.nan = reads, output_format, nan
         self.headed = False  # whether the header was written, now or before a resume
-        self.averages = Averages(reads, len(source.columns), every)
+        self.averages = Averages(reads, len(source.columns), every, nan)
 
     def answer(self, block: bytes) -> bytes:
         """Take a block of lines, and return the output."""
@@ -274,6 +290,7 @@ class Session(Rows):
             "by": self.source.by,
             "format": str(self.format),
             "averages": self.source.averages,
+            "nan": self.nan,
         }
 
     @np.errstate(all="ignore")
