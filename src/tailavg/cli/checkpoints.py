@@ -17,7 +17,7 @@ from tailavg.core.rules import WindowRule
 from tailavg.core.windows import Window
 
 if TYPE_CHECKING:
-    from tailavg.checkpoints import Merge
+    from tailavg.checkpoints.merge import Merge
 
 Sort = Literal["step", "name", "mtime"]
 DType = Literal["float64", "float32", "float16", "bfloat16"]
@@ -102,7 +102,9 @@ def checkpoints(
 
     tailavg checkpoints run/step-*.pt --windows 0.1,0.25,0.5 -o average-{window}.pt
     """
-    from tailavg.checkpoints import CheckpointError, Merge, read_weights, steps_of
+    from tailavg.checkpoints import CheckpointError
+    from tailavg.checkpoints.merge import Merge
+    from tailavg.checkpoints.weights import read_weights, steps_of
 
     ordered = _in_order(files, sort)
     outputs: dict[Path, Any]
@@ -207,7 +209,7 @@ def _rule(
 
 def _check_paths(paths: list[Path], output: Path) -> None:
     """Raise if these paths cannot be averaged, or the output cannot be written."""
-    from tailavg.checkpoints import SAFETENSORS, TORCH
+    from tailavg.checkpoints.merge import SAFETENSORS, TORCH
 
     folders = [path for path in paths if path.is_dir()]
     if len(folders) < len(paths):
@@ -238,7 +240,7 @@ def _check_paths(paths: list[Path], output: Path) -> None:
 
 def _in_order(paths: list[Path], sort: Sort) -> list[Path]:
     """Return the checkpoints, oldest first."""
-    from tailavg.checkpoints import natural
+    from tailavg.checkpoints.weights import natural
 
     if sort == "name":
         return sorted(paths, key=str)
