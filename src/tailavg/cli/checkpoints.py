@@ -50,7 +50,9 @@ def checkpoints(
     method: Annotated[
         Method | None,
         typer.Option(
-            help="How to weigh the checkpoints; exact, the default, is the mean of the window."
+            metavar="METHOD",
+            help="How to weigh the checkpoints: exact (the default, the mean of the window), "
+            "anytime or exponential.",
         ),
     ] = None,
     accumulators: Annotated[
@@ -80,7 +82,11 @@ def checkpoints(
     ] = None,
     dtype: Annotated[
         DType | None,
-        typer.Option(help="The dtype of the averages; by default that of the checkpoints."),
+        typer.Option(
+            metavar="DTYPE",
+            help="The dtype of the averages: float64, float32, float16 or bfloat16; by default "
+            "that of the checkpoints.",
+        ),
     ] = None,
     include: Annotated[
         list[str] | None,
@@ -100,7 +106,7 @@ def checkpoints(
 
     Examples: tailavg checkpoints run/checkpoint-* --window 0.25 -o averaged
 
-    tailavg checkpoints run/step-*.pt --windows 0.1,0.25,0.5 -o average-{window}.pt
+    tailavg checkpoints run/step-*.pt --windows 0.1,0.25 -o average-{window}.pt
     """
     from tailavg.checkpoints import CheckpointError
     from tailavg.checkpoints.merge import Merge

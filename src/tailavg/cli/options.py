@@ -18,7 +18,7 @@ WINDOW = typer.Option(
 DEFAULT_WINDOW = "0.25"
 WINDOWS = typer.Option(help="Several windows at once, such as 0.1,0.25,100; replaces --window.")
 AT_MOST = typer.Option(help="The largest window that a fraction grows to.")
-METHOD = typer.Option(help="How to average.")
+METHOD = typer.Option(metavar="METHOD", help="How to average: anytime, exponential or exact.")
 COLUMN = typer.Option("--column", "-c", help="Read this column of CSV with a header.")
 FIELD = typer.Option("--field", "-f", help="Read this field of JSON lines.")
 BY = typer.Option(help="Keep one average for each value of this column or field.")

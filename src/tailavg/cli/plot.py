@@ -55,7 +55,9 @@ def plot(
     accumulators: Annotated[
         int | None,
         typer.Option(
-            max=10_000, help="How many accumulators the anytime method keeps; by default 12."
+            max=10_000,
+            metavar="N",
+            help="How many accumulators the anytime method keeps; by default 12.",
         ),
     ] = None,
     at_most: Annotated[int | None, options.AT_MOST] = None,
@@ -85,12 +87,12 @@ def plot(
 ) -> None:
     """Draw curves and their tail averages.
 
-    Reads what `tailavg stream` reads: one number per line, CSV (--column) or JSON lines (--field),
-    of any length, in little memory; and TensorBoard's event files or their folders (--column is
-    then a tag). Several columns are drawn below one another. The window is 0.25 unless one is
-    given.
+    Reads what `tailavg stream` reads: one number per line, CSV (--column) or
+    JSON lines (--field), of any length, in little memory; and TensorBoard's
+    event files or their folders (--column is then a tag). Several columns are
+    drawn below one another. The window is 0.25 unless one is given.
 
-    Examples: tailavg plot train.csv --column loss --windows 0.1,0.25,1000 -o loss.svg
+    Examples: tailavg plot train.csv --column loss --windows 0.1,1000 -o loss.svg
 
     tail -f train.log | tailavg plot --live
 

@@ -59,9 +59,9 @@ def profile(
         Format, typer.Option("--format", help="How to print the profiles.")
     ] = "table",
 ) -> None:
-    """Compare the size, ages and memory of all methods, for a window and a number of samples.
+    """Compare the size, ages and memory of all methods at a number of samples.
 
-    Example: tailavg profile --window 0.25 --count 1e6 --parameters 7e9 --plot weights.svg
+    Example: tailavg profile --window 0.25 --count 1e6 --plot weights.svg
     """
     parsed = parse_window(window, at_most)
     t = _parse_whole(count, "--count")

@@ -57,13 +57,14 @@ def stream(
         int | None,
         typer.Option(
             max=10_000,
+            metavar="N",
             help="How many accumulators the anytime method keeps: by default 3; "
             "with --windows, 12 for all fractions together, and at least 6.",
         ),
     ] = None,
     at_most: Annotated[int | None, options.AT_MOST] = None,
     every: Annotated[
-        int, typer.Option(min=1, max=NEVER, help="Answer only every N-th number.")
+        int, typer.Option(min=1, metavar="N", help="Answer only every N-th number.")
     ] = 1,
     output_format: Annotated[
         Format,
@@ -75,7 +76,8 @@ def stream(
     nan: Annotated[
         NanPolicy,
         typer.Option(
-            help="What a NaN does: propagate to the averages, be omitted, or be an error (raise)."
+            metavar="POLICY",
+            help="What to do with a NaN: propagate (it enters the averages), omit or raise.",
         ),
     ] = "propagate",
     state: Annotated[
@@ -85,16 +87,17 @@ def stream(
 ) -> None:
     """Average numbers as they arrive: one line in, one average out.
 
-    Reads one number per line, CSV with a header (--column) or JSON lines (--field); both options
-    may be repeated. Writes averages with 12 significant digits. The window is 0.25 unless one is
-    given.
+    Reads one number per line, CSV with a header (--column) or JSON lines
+    (--field); both options may be repeated. Writes averages with 12
+    significant digits. The window is 0.25 unless one is given.
 
     Examples: tail -f train.log | tailavg stream --window 1000
 
     tailavg stream --windows 0.1,0.25,0.5,1.0 --column loss --format csv log.csv
 
-    Exit codes: 0 at the end of the input, 1 for bad data or files, 2 for a wrong command line,
-    130 after Ctrl-C, 143 after SIGTERM and 129 after SIGHUP, all with the state saved.
+    Exit codes: 0 at the end of the input, 1 for bad data or files, 2 for a
+    wrong command line; 130 after Ctrl-C, 143 after SIGTERM and 129 after
+    SIGHUP, all with the state saved.
     """
     parsed = parse_windows(window, windows, at_most, options.DEFAULT_WINDOW)
     source = choose_input(column, fields, by)
@@ -105,7 +108,7 @@ def stream(
         source.suffixes = [f"_{window_name(each)}" for each in parsed]
     if nan == "omit" and every > 1:
         raise typer.BadParameter("--every counts all numbers: use it without --nan omit")
-    session = Session(reads, source, output_format, every, skip_bad, nan)
+    session = Session(reads, source, output_format, min(every, NEVER), skip_bad, nan)
     with ExitStack() as stack:
         blocks = Blocks(file)  # before any other file: see there
         stack.callback(blocks.close)
