@@ -29,6 +29,7 @@ def checkpoints(
         list[Path],
         typer.Argument(
             exists=True,
+            metavar="FILES",
             help="Files (.safetensors; .pt, .pth, .ckpt, .bin), or folders that save_pretrained or "
             "torch.distributed.checkpoint wrote.",
         ),
