@@ -355,7 +355,7 @@ def test_wrong_command_lines(tmp_path):
     save_file(tensors(3), tmp_path / "final.safetensors")
     for arguments, said in (
         ([*names, "--window", "1.0"], "--output"),
-        (["-o", "a.safetensors", "--window", "1.0"], "files"),
+        (["-o", "a.safetensors", "--window", "1.0"], "FILES"),
         ([*names, "--window", "-1", "-o", "a.safetensors"], "expected a window: a count from 1"),
         ([*names, "-o", "a.safetensors"], "choose a window: --window 0.25"),
         (["nosuch.safetensors", *ARGUMENTS], "nosuch.safetensors"),

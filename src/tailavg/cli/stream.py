@@ -106,9 +106,11 @@ def stream(
     else:
         reads = _share(parsed, method, accumulators)
         source.suffixes = [f"_{window_name(each)}" for each in parsed]
+    if every > NEVER:  # not `max` of the option: help would show its 19 digits
+        raise typer.BadParameter("--every: expected at most 2^63 - 1")
     if nan == "omit" and every > 1:
         raise typer.BadParameter("--every counts all numbers: use it without --nan omit")
-    session = Session(reads, source, output_format, min(every, NEVER), skip_bad, nan)
+    session = Session(reads, source, output_format, every, skip_bad, nan)
     with ExitStack() as stack:
         blocks = Blocks(file)  # before any other file: see there
         stack.callback(blocks.close)
