@@ -63,6 +63,12 @@ def test_the_tab_of_a_shell():
     assert len(commands) == 2
 
 
+def test_checkpoints_in_python(tmp_path):
+    (program,) = [block.text for block in blocks("checkpoints.md") if block.language == "python"]
+    assert run(sys.executable, "-c", program, cwd=tmp_path).stdout == "[7.5 7.5]\n"
+    assert (tmp_path / "averaged.safetensors").exists()
+
+
 def test_highlighted_lines_are_ours():
     lines = {
         (tab, number): block.text.splitlines()[int(number) - 1]

@@ -29,7 +29,7 @@ with needs("transformers"):
     from transformers import Trainer, TrainerCallback
     from transformers.trainer_utils import EvalLoopOutput
 
-__all__ = ["FOLDER", "TailAverageCallback", "TailAverageMixin", "TailAverageTrainer"]
+__all__ = ["TailAverageCallback", "TailAverageMixin", "TailAverageTrainer"]
 
 FOLDER = "tail_average"
 """The folder of a checkpoint that holds the state of the average."""

@@ -173,7 +173,7 @@ def test_large_chunks_are_cut(tmp_path):
         return {"x": torch.arange(6_000_000.0).view(1, 3000, 2000) * step, "y": torch.ones(5)}
 
     paths = save(tmp_path, [1, 2], make)
-    from tailavg.checkpoints import Merge
+    from tailavg.checkpoints.merge import Merge
 
     merge = Merge(paths, {tmp_path / "averaged": ExactWindow(2)})
     assert any(len(tensor.cuts) > 2 for tensor in merge.newest.tensors.values())

@@ -14,7 +14,8 @@ from safetensors import deserialize, safe_open
 from safetensors.numpy import load_file, save_file
 
 from tailavg import AnytimeWindow, ExactWindow, Exponential, TailAverage
-from tailavg.checkpoints import CheckpointError, average_checkpoints, weights
+from tailavg.checkpoints import CheckpointError, average_checkpoints
+from tailavg.checkpoints.weights import weights
 from tests.support.effort import some
 
 ALL = ExactWindow(1.0)

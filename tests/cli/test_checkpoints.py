@@ -355,8 +355,9 @@ def test_wrong_command_lines(tmp_path):
     save_file(tensors(3), tmp_path / "final.safetensors")
     for arguments, said in (
         ([*names, "--window", "1.0"], "--output"),
-        (["-o", "a.safetensors", "--window", "1.0"], "files"),
-        ([*names, "--window", "-1", "-o", "a.safetensors"], "expected an int >= 1"),
+        (["-o", "a.safetensors", "--window", "1.0"], "FILES"),
+        ([*names, "--window", "-1", "-o", "a.safetensors"], "expected a window: a count from 1"),
+        ([*names, "-o", "a.safetensors"], "choose a window: --window 0.25"),
         (["nosuch.safetensors", *ARGUMENTS], "nosuch.safetensors"),
         ([*names, names[0], *ARGUMENTS], "step-1.safetensors is given twice"),
         (
@@ -367,8 +368,7 @@ def test_wrong_command_lines(tmp_path):
         ([*names, "--window", "1", "-o", "no/a.safetensors"], "the folder no does not exist"),
         ([*names, "final.safetensors", *ARGUMENTS], "--sort name or --sort mtime"),
         ([*names, *ARGUMENTS, "--accumulators", "3"], "goes with --method anytime"),
-        ([*names, "-o", "a.safetensors"], "either --window or --windows, got neither"),
-        ([*names, *ARGUMENTS, "--windows", "1"], "either --window or --windows, got both"),
+        ([*names, *ARGUMENTS, "--windows", "1"], "--windows replaces --window"),
         (
             [*names, "--windows", "1,0.5", "-o", "a.safetensors"],
             "need {window} in the name",

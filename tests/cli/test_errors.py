@@ -86,7 +86,7 @@ HALVES = r'{"k": "\ud800", "x": 1}' + "\n" + r'{"k": "\udfffa", "x": 3, "\udfff"
 @pytest.mark.parametrize("output", ["plain", "csv", "jsonl"])
 def test_halves_of_characters(tmp_path, output, many):
     """JSON may have them, no encoding does."""
-    options = ["-w", "2", "-f", "x", "--by", "k", "--output", output]
+    options = ["-w", "2", "-f", "x", "--by", "k", "--format", output]
     options += ["--state", tmp_path / "state"]
     text = done(*options, text=HALVES * many)
     assert text.count("\n") == 2 * many + (output == "csv")

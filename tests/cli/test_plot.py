@@ -76,7 +76,7 @@ def check(line, xs, curve):
 @pytest.mark.parametrize(
     ("options", "rule"),
     [
-        ([], AnytimeWindow(0.1, 12)),
+        ([], AnytimeWindow(0.25, 12)),
         (["-w", "100"], AnytimeWindow(100, 12)),
         (["-w", "0.5", "--at-most", "200"], AnytimeWindow(Growing(0.5, 200), 12)),
         (["-w", "0.5", "--accumulators", "3"], AnytimeWindow(0.5, 3)),
@@ -136,14 +136,14 @@ def test_groups_are_runs(runs, tmp_path):
         given = file.read()
     lines = page(tmp_path, "-f", "loss", "--by", "run", "--x", "step", text=given)["loss"]
     for name in "ab":
-        curve = TailAverage(AnytimeWindow(0.1, 12)).scan(samples[name][:, 0])
+        curve = TailAverage(AnytimeWindow(0.25, 12)).scan(samples[name][:, 0])
         check(lines[name], np.arange(10.0, 9010.0, 10), curve)
 
 
 def test_draws_after_some_rows_what_was_averaged_of_all(runs, tmp_path):
     folder, samples = runs
-    line = page(tmp_path, folder / "loss.txt", "--after", "600")["value"]["the last 10 %"]
-    curve = TailAverage(AnytimeWindow(0.1, 12)).scan(samples["a"][:, 0])
+    line = page(tmp_path, folder / "loss.txt", "--after", "600")["value"]["the last 25 %"]
+    curve = TailAverage(AnytimeWindow(0.25, 12)).scan(samples["a"][:, 0])
     check(line, np.arange(601.0, 901.0), curve[600:])
     assert min(line["band"][0]) > 600
 
@@ -151,7 +151,7 @@ def test_draws_after_some_rows_what_was_averaged_of_all(runs, tmp_path):
 def test_output_of_stream_can_be_drawn(runs, tmp_path):
     """Its columns have the names that averages would get."""
     folder, _ = runs
-    options = ["-w", "9", "-c", "loss", "--output", "csv"]
+    options = ["-w", "9", "-c", "loss", "--format", "csv"]
     averaged = commands.done("stream", *options, folder / "a.csv")
     assert list(page(tmp_path, "-c", "loss", "-c", "loss_average", text=averaged)) == [
         "loss",
@@ -288,7 +288,7 @@ def test_event_files(tmp_path, writer):
         (["--after", "9"], "1\n2\n", 1, "expected at least one number to draw, got none"),
         (["--log-y"], "-1\n0\n", 1, "expected at least one number above 0, for a logarithmic axis"),
         ([], "nan\nnan\n", 1, "expected at least one number to draw, got none"),
-        (["-w", "10%"], "1\n", 2, "expected a window such as 1000 or 0.25, got '10%'"),
+        (["-w", "110%"], "1\n", 2, "such as 0.25 or 25%; got '110%'"),
         ([], "step,loss\n1,2\n", 1, "expected a number, or --column NAME for CSV; fix it"),
         ([], '{"loss": 1}\n', 1, "expected a number, or --field NAME for JSON lines; fix it"),
         ([f"-c{i}" for i in range(21)], "1\n", 2, "expected at most 20 columns to draw, got 21"),
@@ -399,6 +399,8 @@ def test_bad_rows_can_be_skipped(tmp_path):
     ended = run("--skip-bad", "-w", "2", folder=tmp_path, text="1\ntwo\n3\n")
     assert "the last 2 2" in ended.stdout
     assert "skipped 1 row, the first is line 2: 'two'" in ended.stderr
+    _, told = commands.failed("plot", "--skip-bad", text="two\n")
+    assert "skipped every row, 1 row: none could be read" in told
 
 
 @pytest.fixture
@@ -493,7 +495,7 @@ def test_interrupted_it_draws_what_has_arrived(tmp_path):
         process.send_signal(signal.SIGINT)
         _, told = process.communicate(timeout=300)
         assert process.returncode == 130, told
-    assert "the last 10 %" in (tmp_path / "x.html").read_text(encoding="utf-8")
+    assert "the last 25 %" in (tmp_path / "x.html").read_text(encoding="utf-8")
 
 
 def test_a_signal_ends_the_drawing(tmp_path):

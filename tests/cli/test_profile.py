@@ -20,7 +20,7 @@ done = partial(commands.done, "profile", COLUMNS="200")
 
 
 def rows(*arguments):
-    table = json.loads(done(*arguments, "--output", "json"))
+    table = json.loads(done(*arguments, "--format", "json"))
     return {row.pop("method"): row for row in table}
 
 
@@ -115,7 +115,7 @@ def test_plot(tmp_path):
     [
         (["--count", "10"], 2, "--window"),
         (["--window", "10"], 2, "--count"),
-        (["--window", "2.5", "--count", "10"], 2, "expected an int >= 1"),
+        (["--window", "2.5", "--count", "10"], 2, "expected a window: a count from 1"),
         (["--window", "5", "--count", "0"], 2, "expected a whole number from 1"),
         (["--window", "5", "--count", "1.5"], 2, "expected a whole number from 1"),
         (["--window", "5", "--count", "many"], 2, "expected a whole number from 1"),

@@ -28,7 +28,14 @@ def test_a_line_in_is_an_average_out():
 @pytest.mark.parametrize(
     ("options", "rule"),
     [
+        ([], AnytimeWindow(0.25)),
+        (["--at-most", "40"], AnytimeWindow(Growing(0.25, at_most=40))),
         (["-w", "0.25"], AnytimeWindow(0.25)),
+        (["-w", "0.7%"], AnytimeWindow(0.007)),
+        (["-w", "12.5 %"], AnytimeWindow(0.125)),
+        (["-w", "2.5e-1"], AnytimeWindow(0.25)),
+        (["-w", "2e1"], AnytimeWindow(20)),
+        (["-w", "2_0"], AnytimeWindow(20)),
         (["-w", "20"], AnytimeWindow(20)),
         (["-w", "0.5", "--accumulators", "5"], AnytimeWindow(0.5, 5)),
         (["-w", "0.5", "--at-most", "40"], AnytimeWindow(Growing(0.5, at_most=40))),
@@ -97,7 +104,21 @@ def test_a_nan_in_some_of_several_windows():
 # Odd input
 
 
-@pytest.mark.parametrize("options", [[], ["-c", "x"], ["-f", "x"], ["-c", "x", "--output", "csv"]])
+def test_nan_can_be_omitted_or_refused():
+    text = "nan\n1\n3\nnan\n5\n"
+    assert done("-w", "2", text=text) == "nan\nnan\n2\nnan\nnan\n"
+    assert done("-w", "2", "--nan", "propagate", text=text) == done("-w", "2", text=text)
+    assert done("-w", "2", "--nan", "omit", text=text) == "nan\n1\n2\n2\n4\n"
+    for many in (0, 100):
+        written, told = failed("-w", "2", "--nan", "raise", text="1\n" * (many + 1) + "nan\n3\n")
+        assert written == "1\n" * (many + 1)
+        assert f"line {many + 2}: 'nan': expected no NaN, because of --nan raise" in told
+    ended = run("-w", "2", "--nan", "raise", "--skip-bad", text=text)
+    assert ended.stdout == "1\n2\n4\n"
+    assert "skipped 2 rows, the first is line 1: 'nan'" in ended.told
+
+
+@pytest.mark.parametrize("options", [[], ["-c", "x"], ["-f", "x"], ["-c", "x", "--format", "csv"]])
 def test_empty_input(options):
     assert done("-w", "2", *options) == ""
 
@@ -119,7 +140,7 @@ def test_empty_lines_are_passed_over():
 
 
 def test_bytes_that_are_no_text_are_carried_through():
-    ended = run("-w", "2", "-c", "x", "--output", "csv", text=b"x,name\n1,caf\xe9\n")
+    ended = run("-w", "2", "-c", "x", "--format", "csv", text=b"x,name\n1,caf\xe9\n")
     assert ended.output == b"x,name,x_average\n1,caf\xe9,1\n"
 
 
@@ -135,7 +156,7 @@ def test_nan_and_infinities_are_numbers(options):
 def test_json_numbers_out_of_range():
     text = '{"x": 1e400}\n{"x": -1' + "0" * 400 + "}\n"
     assert done("-w", "1", "-f", "x", text=text) == "inf\n-inf\n"
-    assert '"x_average": null' in done("-w", "1", "-f", "x", "--output", "jsonl", text=text)
+    assert '"x_average": null' in done("-w", "1", "-f", "x", "--format", "jsonl", text=text)
 
 
 def test_a_line_of_a_megabyte():
@@ -214,6 +235,15 @@ def test_bad_rows_are_skipped_and_counted():
     assert "skipped 1 row, the first is line 3: '3': expected 2 cells" in ended.told
 
 
+@pytest.mark.parametrize("times", [1, 100])
+def test_to_skip_every_row_is_an_error(times):
+    written, told = failed("-w", "2", "--skip-bad", text="\n" + "a\n" * times)
+    assert not written
+    assert f"skipped every row, {times} row" in told
+    assert "none could be read; the first is line 2: 'a': expected a number" in told
+    assert not done("-w", "2", "--skip-bad", "-c", "x", text="x,y\n")
+
+
 def test_a_missing_column_names_those_there_are():
     _, told = failed("-w", "2", "-c", "x", text="step,loss\n1,2\n")
     assert told == "tailavg: no column 'x' in the header; there are: step, loss"
@@ -222,15 +252,17 @@ def test_a_missing_column_names_those_there_are():
 
 
 def test_an_average_that_is_there_already():
-    _, told = failed("-w", "2", "-c", "x", "--output", "csv", text="x,x_average\n1,2\n")
+    _, told = failed("-w", "2", "-c", "x", "--format", "csv", text="x,x_average\n1,2\n")
     assert "already has a column 'x_average'" in told
+
+
+NO_WINDOWS = ["0", "-1", "1.5", "1000.0", "0%", "101%", "1e1%", "%", "1__0", "1e19", "1e400", "nan"]
 
 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ([], "expected either --window or --windows, got neither"),
-        (["-w", "2", "--windows", "3"], "expected either --window or --windows, got both"),
+        (["-w", "2", "--windows", "3"], "--windows replaces --window"),
         (["--windows", "2,much"], "much"),
         (["--windows", "0.5,2,.50"], "expected each window once, got .50 twice"),
         (["--windows", "2,"], "''"),
@@ -240,9 +272,12 @@ def test_an_average_that_is_there_already():
         (["--windows", "2", "--accumulators", "6"], "--accumulators goes with fractions"),
         (["-w", "0"], "window"),
         (["-w", "much"], "much"),
+        *((["-w", text], f"such as 0.25 or 25%; got {text!r}") for text in NO_WINDOWS),
         (["-w", "2", "-c", "x", "-f", "x"], "use only one of them"),
         (["-w", "2", "--by", "x"], "--by needs --column or --field"),
         (["-w", "2", "--every", "0"], "--every"),
+        (["--every", "2", "--nan", "omit"], "--every counts all numbers"),
+        (["--nan", "drop"], "drop"),
         (["-w", "2", "--method", "best"], "best"),
         (["-w", "2", "--method", "exact", "--accumulators", "3"], "--accumulators goes with"),
         (["-w", "2", "--at-most", "3"], "--at-most needs a fraction"),

@@ -1,6 +1,7 @@
 """The output does not depend on how lines arrive: in blocks, alone, after a stop."""
 
 import json
+import math
 import random
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, Growing, TailAverage
 from tailavg.cli.averages import Averages
 from tailavg.cli.lines import CsvInput, JsonInput, PlainInput
-from tailavg.cli.stream import Output, Session
+from tailavg.cli.stream import Format, Session
 from tailavg.numpy import table as tables
 from tests.support.streams import lines
 
@@ -49,7 +50,7 @@ WAYS = [[100], [3000], [1, 200, 3, 40, 29, 30, 31]]
 
 
 def plain(reads):
-    return Session(reads, PlainInput(["value"], None), Output.plain, 1, False)
+    return Session(reads, PlainInput(["value"], None), Format.plain, 1, False)
 
 
 @pytest.mark.parametrize("odd", ODD)
@@ -87,10 +88,10 @@ def json_lines():
     return [json.dumps({"k": key, "x": x, "y": y}) + "\n" for key, x, y in table()]
 
 
-def keyed(reads, kind, output=Output.plain, every=1):
+def keyed(reads, kind, output=Format.plain, every=1, nan="propagate"):
     source = kind(["x", "y"], "k")
     source.suffixes = [f"_{i}" for i in range(len(reads))]
-    session = Session(reads, source, output, every, False)
+    session = Session(reads, source, output, every, False, nan)
     if kind is CsvInput:
         source.names = ["k", "x", "y"]
     return session
@@ -138,7 +139,44 @@ def test_keys(tmp_path, method):
     assert found == alone
 
 
-@pytest.mark.parametrize("output", Output)
+@pytest.mark.parametrize("method", READS)
+def test_omitted_nans(tmp_path, method):
+    """Each column leaves out its own; some columns of some keys have nothing else."""
+    random_ = random.Random(5)
+    rows = [
+        (key, *(math.nan if key == gone or random_.random() < 0.3 else x for x, gone in numbers))
+        for key, *numbers in ((key, (x, "k9"), (y, "k8")) for key, x, y in table())
+    ]
+    texts = [f"{key},{x:.4f},{y:.4f}\n" for key, x, y in rows]
+
+    def session():
+        return keyed(READS[method], CsvInput, nan="omit")
+
+    alone = answers(session(), texts)
+    for place in (0, 1):
+        held = {}
+        for (key, *numbers), line in zip(rows, alone.splitlines(), strict=True):
+            averages = held.setdefault(
+                key, [TailAverage(rule, nan_policy="omit") for rule, _ in READS[method]]
+            )
+            reads = len(averages)
+            for i, (average, (_, window)) in enumerate(zip(averages, READS[method], strict=True)):
+                average.update(round(numbers[place], 4))
+                now = average.value(window) if average.count else math.nan
+                answer = float(line.split("\t")[1 + place * reads + i])
+                assert answer == pytest.approx(now, rel=1e-11, nan_ok=True)
+    for way in WAYS:
+        assert answers(session(), cut(texts, way)) == alone
+    found = ""
+    for block in cut(texts, [200, 1, 50, 100]):
+        resumed = session()
+        resumed.load(tmp_path / "state")
+        found += answers(resumed, [block])
+        resumed.save(tmp_path / "state")
+    assert found == alone
+
+
+@pytest.mark.parametrize("output", Format)
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("kind", [CsvInput, JsonInput])
 def test_outputs(kind, every, output):

@@ -10,7 +10,7 @@ import typer
 
 from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, Growing
 from tailavg.cli.lines import CsvInput, PlainInput
-from tailavg.cli.stream import Output, Session
+from tailavg.cli.stream import Format, Session
 from tests.support.effort import some
 from tests.support.streams import failed, lines
 
@@ -28,7 +28,7 @@ BY = "key,x,y\n" + lines(f"{'abcd'[i % 4 if i < 8 else 0]},{i}.5,{-i}" for i in 
 def session(reads, by):
     source = CsvInput(["x", "y"], "key") if by else PlainInput(["value"], None)
     source.suffixes = [f"_{i}" for i in range(len(reads))]
-    return Session(reads, source, Output.csv, 1, False)
+    return Session(reads, source, Format.csv, 1, False)
 
 
 def saved(path, reads, by):

@@ -11,7 +11,7 @@ import pytest
 
 from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, Growing, TailAverage
 from tailavg.cli.lines import CsvInput
-from tailavg.cli.stream import Output, Session
+from tailavg.cli.stream import Format, Session
 from tests.support.streams import lines, same_digits
 
 SHARED = AnyTail(12, 0.1)
@@ -43,7 +43,7 @@ def rows(odd=()):
     return table
 
 
-def session(reads, output=Output.plain, every=1):
+def session(reads, output=Format.plain, every=1):
     source = CsvInput(["x", "y"], "k")
     source.suffixes = [f"_{i}" for i in range(len(reads))]
     return Session(reads, source, output, every, False)
@@ -95,14 +95,14 @@ def test_each_key_has_the_averages_of_its_own_rows(method, odd):
         assert repr(saved) == repr(own)
 
 
-@pytest.mark.parametrize("output", [Output.plain, Output.csv, Output.jsonl])
+@pytest.mark.parametrize("output", [Format.plain, Format.csv, Format.jsonl])
 def test_plain_and_quoted_keys_are_the_same(output):
     """The first are handled many at once, the others one by one."""
     text = table_text(rows())
     quoted = ['"' + row.replace(",", '",', 1) for row in text]
     plain = answers(session(READS["fraction"], output, 3), ["k,x,y\n" + "".join(text)])
     other = answers(session(READS["fraction"], output, 3), ["k,x,y\n" + "".join(quoted)])
-    if output is Output.csv:
+    if output is Format.csv:
         other = other.replace('"', "")
     assert same_digits(plain, other)
 
@@ -135,7 +135,7 @@ def test_stop_and_go(tmp_path, method):
 
 
 def test_a_key_takes_little_memory():
-    one = Session(READS["fraction"], CsvInput(["x"], "k"), Output.plain, 1, False)
+    one = Session(READS["fraction"], CsvInput(["x"], "k"), Format.plain, 1, False)
     answers(one, ["k,x\n"])
     keys = [f"key{i:07d}" for i in range(4000)]
     tracemalloc.start()

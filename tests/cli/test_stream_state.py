@@ -19,7 +19,7 @@ from tailavg import (
 from tailavg.cli.averages import Averages
 from tailavg.cli.cells import BlockReader
 from tailavg.cli.lines import CsvInput, PlainInput
-from tailavg.cli.stream import Output, Session
+from tailavg.cli.stream import Format, Session
 from tests.support.streams import (
     CSV,
     JSON,
@@ -65,7 +65,7 @@ def answers(session, blocks):
 
 
 def plain_session(reads):
-    return Session(reads, PlainInput(["value"], None), Output.plain, 1, False)
+    return Session(reads, PlainInput(["value"], None), Format.plain, 1, False)
 
 
 @pytest.mark.usefixtures("without_numba")  # test_stream_arrival.py has it
@@ -94,7 +94,7 @@ def test_lines_one_by_one_are_a_block(method, odd):
 @pytest.mark.parametrize("method", READS)
 @pytest.mark.parametrize("kind", [PlainInput, CsvInput])
 def test_a_line_alone_is_not_scanned(monkeypatch, method, kind):
-    session = Session(READS[method], kind(["value"], None), Output.plain, 1, False)
+    session = Session(READS[method], kind(["value"], None), Format.plain, 1, False)
     session.source.suffixes = [str(i) for i in range(len(session.reads))]
     header = "value\n" if kind is CsvInput else ""
     answers(session, [header + lines(NUMBERS)])
@@ -179,7 +179,7 @@ def test_the_whole_is_what_the_library_says():
 @pytest.mark.parametrize("by", [[], ["--by", "run"]])
 @pytest.mark.parametrize(("option", "text"), [("--column", CSV), ("--field", JSON)])
 def test_stop_and_go_with_columns_and_keys(tmp_path, option, text, by, output):
-    options = ["-w", "0.5", option, "loss", option, "step", *by, "--output", output, "--every", "3"]
+    options = ["-w", "0.5", option, "loss", option, "step", *by, "--format", output, "--every", "3"]
     whole = done(*options, text=text)
     rows = text.splitlines()
     parts = [
@@ -209,7 +209,7 @@ def test_stop_and_go_with_both_infinities(tmp_path):
 
 
 def test_a_header_may_come_again(tmp_path):
-    options = ["-w", "2", "-c", "x", "--output", "csv", "--state", tmp_path / "state"]
+    options = ["-w", "2", "-c", "x", "--format", "csv", "--state", tmp_path / "state"]
     assert done(*options, text="x,y\n1,2\n") == "x,y,x_average\n1,2,1\n"
     assert done(*options, text="x,y\n3,4\n") == "3,4,2\n"
 
@@ -259,10 +259,11 @@ def test_a_signal_in_the_midst_of_a_flood(tmp_path):
 
 LOADED = [
     (["-w", "0.25"], NUMBERS),
-    (["-w", "20", "--output", "csv"], NUMBERS),
+    (["-w", "20", "--format", "csv"], NUMBERS),
     (["-w", "50", "--method", "exact"], NUMBERS),
     (["-w", "0.25", "--method", "exponential"], NUMBERS),
     (["--windows", "0.25"], NUMBERS),
+    (["-w", "20", "--nan", "omit"], NUMBERS),
     (["-w", "0.25"], []),
 ]
 
@@ -273,6 +274,7 @@ def test_a_state_of_one_average_is_loaded_in_python(tmp_path, options, numbers):
     *_, last = done(*options, "--state", state, text=lines(numbers)).split() or [""]
     average = TailAverage.load(state)
     assert average.count == len(numbers)
+    assert average.nan_policy == ("omit" if "omit" in options else "propagate")
     if numbers:
         window = 0.25 if "--windows" in options else None
         assert f"{average.value(window):.12g}" == last.split(",")[-1]
@@ -332,7 +334,8 @@ def test_a_bad_row_leaves_the_state_of_what_came_before(tmp_path):
         (["-w", "4"], "rule was"),
         (["-w", "3", "--method", "exact"], "rule was"),
         (["-w", "3", "-c", "x"], "input was plain, is csv"),
-        (["-w", "3", "--output", "csv"], "output was plain, is csv"),
+        (["-w", "3", "--format", "csv"], "format was plain, is csv"),
+        (["-w", "3", "--nan", "omit"], "nan was propagate, is omit"),
         (["--windows", "3"], "averages was ['average'], is ['average_3']"),
         (["--windows", "3,0.5"], "rule was"),
     ],

@@ -52,7 +52,7 @@ def test_every_nth_of_each_key():
 @pytest.mark.parametrize(("option", "text"), [("--column", CSV), ("--field", JSON)])
 def test_columns_are_carried_through(option, text, by):
     averages = by_run() if by else expected(AnytimeWindow(0.5), NUMBERS)
-    options = ["-w", "0.5", option, "loss", *by, "--output"]
+    options = ["-w", "0.5", option, "loss", *by, "--format"]
     rows = list(csv.DictReader(io.StringIO(done(*options, "csv", text=text))))
     assert list(rows[0]) == ["step", "loss", "run", "loss_average"]
     assert [(int(r["step"]), float(r["loss"]), r["run"]) for r in rows] == [
@@ -67,8 +67,8 @@ def test_columns_are_carried_through(option, text, by):
 
 
 def test_plain_numbers_as_csv_and_json_lines():
-    assert done("-w", "2", "--output", "csv", text="1\n2\n") == "value,average\n1,1\n2,1.5\n"
-    text = done("-w", "2", "--output", "jsonl", text="1\nnan\n")
+    assert done("-w", "2", "--format", "csv", text="1\n2\n") == "value,average\n1,1\n2,1.5\n"
+    text = done("-w", "2", "--format", "jsonl", text="1\nnan\n")
     assert [json.loads(line) for line in text.splitlines()] == [
         {"value": 1, "average": 1},
         {"value": None, "average": None},
@@ -76,7 +76,7 @@ def test_plain_numbers_as_csv_and_json_lines():
 
 
 def test_several_windows_of_columns_and_keys():
-    options = ["--windows", "0.5,10", "--by", "run", "--output"]
+    options = ["--windows", "0.5,10", "--by", "run", "--format"]
     text = done(*options, "csv", "-c", "loss", "-c", "step", text=CSV)
     rows = list(csv.DictReader(io.StringIO(text)))
     names = ["loss_average_0.5", "loss_average_10", "step_average_0.5", "step_average_10"]
@@ -94,13 +94,13 @@ def test_several_windows_of_columns_and_keys():
     assert [[f"{x[name]:.12g}" for name in names] for x in objects] == [
         [row[name] for name in names] for row in rows
     ]
-    text = done("--windows", "0.5,10", "--output", "csv", text="1\n2\n")
+    text = done("--windows", "0.5,10", "--format", "csv", text="1\n2\n")
     assert text == "value,average_0.5,average_10\n1,1,1\n2,2,1.5\n"
 
 
 @pytest.mark.parametrize("many", [1, 40])
 def test_a_skipped_object_does_not_name_the_columns(many):
     text = '{"x": 1, "odd": 2}\n' + '{"x": 3, "k": "a"}\n' * many
-    options = ["-w", "2", "-f", "x", "--by", "k", "--output", "csv", "--skip-bad"]
+    options = ["-w", "2", "-f", "x", "--by", "k", "--format", "csv", "--skip-bad"]
     ended = run(*options, text=text)
     assert ended.stdout == "x,k,x_average\n" + "3,a,3\n" * many

@@ -78,7 +78,7 @@ def cli_works():
     close([float(line) for line in lines.split()], EACH, 1e-5)
     chart = command("plot", "-w", "1", input="3\n5\n", env=os.environ | {"PYTHONUTF8": "1"})
     assert "the last 1 5" in chart, chart
-    profile = command("profile", "--window", "4", "--count", "37", "--output", "json")
+    profile = command("profile", "--window", "4", "--count", "37", "--format", "json")
     close([method["effective_size"] for method in json.loads(profile)], K)
     with TemporaryDirectory() as folder:
         for step, x in enumerate(XS[:6]):

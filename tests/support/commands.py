@@ -181,7 +181,7 @@ CHECKPOINTS += ["-o", "average.safetensors"]
 REPRODUCE = ["reproduce", "--quick", "--runs", "2", "--batches", "10", "-o", "out"]
 COMMANDS = {
     "profile": PROFILE,
-    "profile json": [*PROFILE, "--output", "json"],
+    "profile json": [*PROFILE, "--format", "json"],
     "checkpoints": CHECKPOINTS,
     "reproduce": REPRODUCE,
     "help": ["--help"],

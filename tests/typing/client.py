@@ -183,4 +183,7 @@ def with_river() -> None:
 def with_checkpoints(paths: list[Path], progress: Callable[[int, int], None]) -> None:
     used = average_checkpoints(paths, {Path("out"): AnytimeWindow(0.25)}, progress, dtype="float32")
     assert_type(used, list[list[Path]])
-    average_checkpoints(paths, {}, window=3)  # type: ignore[call-arg] # pyright: ignore[reportCallIssue]
+    assert_type(average_checkpoints(["a.pt", "b.pt"], {"out.pt": 0.25}), list[list[Path]])
+    assert_type(average_checkpoints(paths, 0.25), dict[str, Any])
+    assert_type(average_checkpoints(paths, [0.5, 0.5], dtype="float32"), dict[str, Any])
+    average_checkpoints(paths, 0.25, window=3)  # type: ignore[call-overload] # pyright: ignore[reportCallIssue]

@@ -107,6 +107,10 @@ class Checkpoint(ABC):
     def write(self, outputs: Sequence[Any], averages: Averages) -> None:
         """Write this checkpoint to each output, with averages instead of its tensors."""
 
+    @abstractmethod
+    def averaged(self, averages: Averages) -> Any:
+        """Return this checkpoint in memory, with averages instead of its tensors."""
+
     def choose(self, include: Sequence[str], exclude: Sequence[str], dtype: str | None) -> None:
         """Leave some tensors as they are in this checkpoint, and change the dtype of the others."""
         names = {tensor.name for tensor in self.tensors.values()}

@@ -136,6 +136,25 @@ class Distributed(Checkpoint):
         with reading(f"{self.path}: tensor {name!r}: torch cannot read its chunks"):
             self._reader.read_data(planner.LoadPlan(items), into).wait()
 
+    def averaged(self, averages: Averages) -> dict[str, Any]:
+        state: dict[str, Any] = {}
+        for key, tensor in self.tensors.items():
+            if key not in self._chunks:  # not a tensor
+                continue
+            chunk, entry = self._chunks[key], self._metadata.state_dict_metadata[tensor.name]
+            changed = tensor.numbers and tensor.to != tensor.part
+            dtype = getattr(torch, tensor.to.name) if changed else entry.properties.dtype
+            values = torch.empty(chunk.sizes, dtype=dtype)
+            if not tensor.numbers:
+                self._load(tensor.name, chunk, values)
+            memory, start = values.view(-1).view(torch.uint8), 0
+            for (mean,) in tensor.means(averages):
+                memory[start : start + mean.nbytes] = torch.from_numpy(mean.view(np.uint8))
+                start += mean.nbytes
+            target = state.setdefault(tensor.name, torch.empty(entry.size, dtype=dtype))
+            _region(target, chunk.offsets, chunk.sizes).copy_(values)
+        return state
+
     def write(self, outputs: Sequence[Path], averages: Averages) -> None:
         (output,) = outputs
         entries = dict(self._metadata.state_dict_metadata)
@@ -203,16 +222,20 @@ class _Into:
         self.data = io.BytesIO()
 
     def resolve_tensor(self, item: Any) -> Any:
-        target = self._target
-        for axis, (start, size) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
-            target = target.narrow(axis, start, size)
-        return target
+        return _region(self._target, item.dest_offsets, item.lengths)
 
     def commit_tensor(self, item: Any, tensor: Any) -> None:
         pass
 
     def load_bytes(self, item: Any, data: io.BytesIO) -> None:
         self.data = data
+
+
+def _region(target: Any, offsets: Sequence[int], sizes: Sequence[int]) -> Any:
+    """Return a view of a part of a tensor."""
+    for axis, (start, size) in enumerate(zip(offsets, sizes, strict=True)):
+        target = target.narrow(axis, start, size)
+    return target
 
 
 def _key(item: Any) -> tuple[str, tuple[int, ...] | None]:

@@ -178,6 +178,19 @@ class Folder(Checkpoint):
                     file.write(content)
                     sync(file)
 
+    def averaged(self, averages: Averages) -> dict[str, Any]:
+        state: dict[str, Any] = {}
+        for path, (_, file) in self._files.items():
+            for name, tensor in file.averaged(averages).items():
+                whole_name = (path.parent / name).as_posix() if path.parent.name else name
+                if whole_name in state:
+                    raise CheckpointError(
+                        f"{self.path}: two files have a tensor {whole_name!r}; write the average "
+                        "to a folder instead"
+                    )
+                state[whole_name] = tensor
+        return state
+
     def _content(self, path: Path) -> bytes:
         """Return what a file says, and anew if it tells the dtype or size of the weights."""
         if self._dtype is None or not (path.name == "config.json" or path in self._indices):

@@ -7,6 +7,7 @@ while the next ones are computed, so memory is that of a few pieces.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import islice, pairwise
 from pathlib import Path
+from typing import Any, overload
 
 import numpy as np
 
@@ -28,6 +30,9 @@ __all__ = ["SAFETENSORS", "TORCH", "Merge", "average_checkpoints"]
 SAFETENSORS = frozenset({".safetensors"})
 TORCH = frozenset({".pt", ".pth", ".ckpt", ".bin"})
 """The suffixes of files."""
+
+AnyPath = str | os.PathLike[str]
+Progress = Callable[[int, int], object]
 
 Term = tuple[Checkpoint, Sequence[float]]
 """A checkpoint, and its weight for each output."""
@@ -53,6 +58,8 @@ class Merge:
         exclude: Sequence[str] = (),
         steps: Sequence[int] | None = None,
     ) -> None:
+        if not paths:
+            raise ValueError("paths: expected at least one checkpoint, got none")
         self._checkpoints = [_opened(path) for path in paths]
         self.newest = self._checkpoints[-1]
         self.newest.choose(include, exclude, dtype)
@@ -66,18 +73,36 @@ class Merge:
         """Return the checkpoints with a weight, oldest first."""
         return [checkpoint.path for checkpoint, _ in self._terms([output])]
 
-    def run(self, progress: Callable[[int, int], object] | None = None) -> None:
+    def run(self, progress: Progress | None = None) -> None:
         """Write the outputs. None appears before all are complete."""
         newest, outputs = self.newest, list(self.weights)
         with ExitStack() as stack:
             targets = {output: stack.enter_context(newest.replacing(output)) for output in outputs}
-            pool = ThreadPoolExecutor(newest.threads)
-            stack.callback(pool.shutdown, cancel_futures=True)
+            pool = self._pool(stack)
             for some in [outputs] if newest.together else [[output] for output in outputs]:
                 averages = self._averages(pool, self._terms(some), progress)
                 newest.write([targets[output] for output in some], averages)
-            for checkpoint in [newest, *(checkpoint for checkpoint, _ in self._terms(outputs))]:
-                checkpoint.check_unchanged()
+            self._check_unchanged()
+
+    def in_memory(self, progress: Progress | None = None) -> Any:
+        """Return what the only output would hold, and write nothing."""
+        with ExitStack() as stack:
+            averages = self._averages(self._pool(stack), self._terms([*self.weights]), progress)
+            state = self.newest.averaged(averages)
+            self._check_unchanged()
+        return state
+
+    def _pool(self, stack: ExitStack) -> ThreadPoolExecutor:
+        """Start the threads that average; they stop when the stack closes."""
+        pool = ThreadPoolExecutor(self.newest.threads)
+        stack.callback(pool.shutdown, cancel_futures=True)
+        return pool
+
+    def _check_unchanged(self) -> None:
+        """Raise if a file that was read has changed."""
+        used = [checkpoint for checkpoint, _ in self._terms([*self.weights])]
+        for checkpoint in [self.newest, *used]:
+            checkpoint.check_unchanged()
 
     def _terms(self, outputs: Sequence[Path]) -> list[Term]:
         """Return the checkpoints with a weight in one of these outputs, oldest first."""
@@ -88,7 +113,7 @@ class Merge:
         self,
         pool: ThreadPoolExecutor,
         terms: Sequence[Term],
-        progress: Callable[[int, int], object] | None,
+        progress: Progress | None,
     ) -> Averages:
         """Compute the averages for the outputs that `terms` have weights for."""
         tensors = self.newest.tensors
@@ -144,23 +169,52 @@ def _pieces(tensors: Mapping[Hashable, Tensor]) -> Iterator[tuple[Hashable, int,
             yield key, *cut
 
 
+@overload
 def average_checkpoints(
-    paths: Sequence[Path],
-    outputs: Mapping[Path, Weighing],
-    progress: Callable[[int, int], object] | None = None,
+    paths: Sequence[AnyPath],
+    rule: Mapping[Path, Weighing] | Mapping[str, Weighing],
+    progress: Progress | None = None,
     *,
     dtype: str | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     steps: Sequence[int] | None = None,
-) -> list[list[Path]]:
-    """Average checkpoints in one pass, and write an output for each rule.
+) -> list[list[Path]]: ...
 
-    No output appears before all are complete.
+
+@overload
+def average_checkpoints(
+    paths: Sequence[AnyPath],
+    rule: Weighing,
+    progress: Progress | None = None,
+    *,
+    dtype: str | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    steps: Sequence[int] | None = None,
+) -> dict[str, Any]: ...
+
+
+def average_checkpoints(
+    paths: Sequence[AnyPath],
+    rule: Weighing | Mapping[Path, Weighing] | Mapping[str, Weighing],
+    progress: Progress | None = None,
+    *,
+    dtype: str | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    steps: Sequence[int] | None = None,
+) -> dict[str, Any] | list[list[Path]]:
+    """Average checkpoints in one pass: return the average, or write one output for each rule.
+
+    Without outputs, nothing is written, and the average is in memory as a whole. With outputs, none
+    of them appears before all are complete.
 
     Args:
         paths: The checkpoints, oldest first: files, or folders.
-        outputs: What to write, each with a rule, or with a weight for each checkpoint.
+        rule: How to average: 0.25 is the mean of the last quarter of the checkpoints, 10 of the
+            last ten. It may be another rule, or a list with a weight for each checkpoint. To write
+            outputs, pass a dict of paths, each with its rule.
         progress: Called with the number of bytes that have been read, and of all bytes.
         dtype: The dtype of the averages; by default the dtype of the checkpoints.
         include: Patterns of the tensors to average, such as `model.*`; all by default.
@@ -168,13 +222,24 @@ def average_checkpoints(
         steps: The step of each checkpoint, if windows are in steps.
 
     Returns:
-        For each output, the checkpoints that have a weight.
+        Without outputs, a dict of tensors by name. They are NumPy arrays for `.safetensors` (with
+            the dtypes of `ml_dtypes`, such as bfloat16) and tensors of torch for
+            `torch.distributed.checkpoint`. For a file of `torch.save`, it is what `torch.load`
+            gives for the newest, with averaged tensors. With outputs, it is the list of the
+            checkpoints that have a weight, for each output.
 
     Raises:
         CheckpointError: If a file cannot be read, changes meanwhile, or differs in tensors, shapes
             or dtypes.
         OSError: If a file cannot be opened or written.
     """
-    merge = Merge(paths, outputs, dtype=dtype, include=include, exclude=exclude, steps=steps)
+    in_memory = not isinstance(rule, Mapping)
+    rules: Any = {"": rule} if in_memory else rule
+    outputs: dict[Path, Weighing] = {Path(output): each for output, each in rules.items()}
+    files = [Path(path) for path in paths]
+    merge = Merge(files, outputs, dtype=dtype, include=include, exclude=exclude, steps=steps)
+    if in_memory:
+        state: dict[str, Any] = merge.in_memory(progress)
+        return state
     merge.run(progress)
     return [merge.used(output) for output in outputs]

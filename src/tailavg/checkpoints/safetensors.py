@@ -87,6 +87,21 @@ class Safetensors(Checkpoint):
         for output in outputs:
             sync(output)
 
+    def averaged(self, averages: Averages) -> dict[str, Piece]:
+        state: dict[str, Piece] = {}
+        for key, tensor in self.tensors.items():
+            memory = np.empty(tensor.numbers * tensor.to.itemsize or self._sizes[key], np.uint8)
+            if not tensor.numbers:
+                read_at(self.path, self._positions[key], memory)
+            start = 0
+            for (mean,) in tensor.means(averages):
+                memory[start : start + mean.nbytes] = mean.view(np.uint8)
+                start += mean.nbytes
+            is_real = PARTS.get(tensor.dtype) == tensor.dtype
+            dtype = tensor.to if is_real else np.dtype(tensor.dtype)
+            state[tensor.name] = memory.view(dtype).reshape(tensor.shape)
+        return state
+
     def _copy(self, key: Hashable, outputs: Sequence[BinaryIO]) -> None:
         """Write a tensor as it is."""
         position, end = self._positions[key], self._positions[key] + self._sizes[key]

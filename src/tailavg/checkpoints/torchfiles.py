@@ -139,8 +139,13 @@ class TorchFile(Checkpoint):
         else:
             out.view(tensor.part)[:] = _numbers(self._mapped[key], tensor)[start:stop]
 
-    def write(self, outputs: Sequence[BinaryIO], averages: Averages) -> None:
-        loaded = [self._load() for _ in outputs]
+    def averaged(self, averages: Averages) -> Any:
+        (tree,) = self._averaged(1, averages)
+        return tree
+
+    def _averaged(self, number: int, averages: Averages) -> list[Any]:
+        """Return the contents of the file for each output, with its averages."""
+        loaded = [self._load() for _ in range(number)]
         self.check_unchanged()
         for key, tensor in self.tensors.items():
             if not tensor.numbers:
@@ -151,7 +156,10 @@ class TorchFile(Checkpoint):
                 for target, mean in zip(targets, means, strict=True):
                     target[written : written + len(mean)] = mean
                 written += len(means[0])
-        for output, (tree, _) in zip(outputs, loaded, strict=True):
+        return [tree for tree, _ in loaded]
+
+    def write(self, outputs: Sequence[BinaryIO], averages: Averages) -> None:
+        for output, tree in zip(outputs, self._averaged(len(outputs), averages), strict=True):
             try:
                 torch.save(tree, output)
             except RuntimeError as error:

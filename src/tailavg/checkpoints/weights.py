@@ -16,12 +16,12 @@ from tailavg.core.clock import starts_at
 from tailavg.core.decay import Decay
 from tailavg.core.profile import dense_weights
 from tailavg.core.rules import ExactWindow, WindowRule
-from tailavg.core.windows import Reals
+from tailavg.core.windows import AnyWindow, Fixed, Growing, Reals
 
 __all__ = ["Weighing", "natural", "read_weights", "steps_of", "weights"]
 
-Weighing = WindowRule | Decay | Sequence[float] | Reals
-"""A rule, or a weight for each checkpoint."""
+Weighing = AnyWindow | WindowRule | Decay | Sequence[float] | Reals
+"""A window, of which to take the exact mean; a rule; or a weight for each checkpoint."""
 
 
 def natural(path: Path) -> tuple[list[int], str]:
@@ -40,14 +40,23 @@ def weights(rule: Weighing, files: int, steps: Sequence[int] | None = None) -> R
     With `steps`, the window is in steps, and a checkpoint stands for the steps since the last one.
 
     Examples:
-        >>> from tailavg import ExactWindow
-        >>> weights(ExactWindow(0.5), 4)
+        >>> weights(0.5, 4)
         array([0. , 0. , 0.5, 0.5])
-        >>> weights(ExactWindow(0.5), 4, steps=[100, 200, 300, 1000])
+        >>> weights(0.5, 4, steps=[100, 200, 300, 1000])
         array([0., 0., 0., 1.])
     """
+    if isinstance(rule, int | float | Fixed | Growing):
+        rule = ExactWindow(rule)
     if not isinstance(rule, WindowRule | Decay):
-        return np.asarray(rule, np.float64)
+        given = np.asarray(rule, np.float64)
+        if given.shape != (files,):
+            raise ValueError(
+                f"weights: expected {files} numbers, one per checkpoint, oldest first; got an "
+                f"array of shape {given.shape}"
+            )
+        if not abs(given.sum() - 1.0) <= 1e-6:
+            raise ValueError(f"weights: expected a sum of 1, got {given.sum():.9g}")
+        return given
     if steps is not None:
         if isinstance(rule, ExactWindow):
             rule = Decay(rule.window, "linear")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from tailavg.core.rules import Rule
 from tailavg.core.windows import Window
 from tailavg.numpy import TailAverages
 from tailavg.numpy.arithmetic import Array
+from tailavg.numpy.average import NanPolicy
 from tailavg.numpy.kernel import LONG, kernel
 from tailavg.numpy.keyed import Part, part_of
 
@@ -19,6 +21,7 @@ Reads = list[tuple[Rule, Window | None]]
 """For each average of a column: its rule, and the window to read if the rule has none."""
 
 _ENTRY = ("count", "starts", "blocks", "folded", "partial")  # what a state has for each key
+_EMPTY: tuple[Any, ...] = (0, [], [], 0, 0.0)
 
 
 class Averages:
@@ -28,17 +31,27 @@ class Averages:
         reads: What to read of each column.
         columns: The number of columns.
         every: Of each key, which rows to answer: every N-th.
+        nan: The `nan_policy` of each average. With "omit", a column may have no samples of a key.
     """
 
-    def __init__(self, reads: Reads, columns: int, every: int = 1) -> None:
+    def __init__(
+        self, reads: Reads, columns: int, every: int = 1, nan: NanPolicy = "propagate"
+    ) -> None:
         self.rules = list(dict.fromkeys(rule for rule, _ in reads))
         self._reads = [(self.rules.index(rule), window) for rule, window in reads]
         self._columns, self._every = columns, every
         self._scanned = 0  # rows
-        self._tables = [TailAverages(rule) for _ in range(columns) for rule in self.rules]
+        self._nan = nan
+        self._tables = [
+            TailAverages(rule, nan_policy=nan) for _ in range(columns) for rule in self.rules
+        ]
 
     def __len__(self) -> int:
-        return len(self._tables[0])
+        return len(self._keys())
+
+    def _keys(self) -> dict[str, None]:
+        """Return the keys that have samples in any column."""
+        return dict.fromkeys(chain.from_iterable(self._tables))
 
     def step(self, key: str, row: list[float]) -> list[float]:
         """Take a row, and return the averages after it; none if it is not to be answered."""
@@ -49,7 +62,7 @@ class Averages:
             return []
         columns = range(0, len(self._tables), rules)
         return [
-            self._tables[i + rule].value(key, window)
+            table.value(key, window) if key in (table := self._tables[i + rule]) else math.nan
             for i in columns
             for rule, window in self._reads
         ]
@@ -97,8 +110,8 @@ class Averages:
 
     def saved(self) -> Iterator[tuple[str, list[Any]]]:
         """Yield each key, with its averages as plain data."""
-        for key in self._tables[0]:
-            steps = [table.steps_of(key) for table in self._tables]
+        for key in self._keys():
+            steps = [table.steps_of(key) if key in table else _EMPTY for table in self._tables]
             yield key, [dict(zip(_ENTRY, each, strict=True)) for each in steps]
 
     def restore(self, key: Any, saved: Any) -> None:
@@ -107,10 +120,13 @@ class Averages:
             raise ValueError(f"expected a key and a list, got {key!r}")
         if len(saved) != len(self._tables) or any(set(entry) != set(_ENTRY) for entry in saved):
             raise ValueError(f"expected averages of {self._columns} columns, got {len(saved)}")
-        if len({entry["count"] for entry in saved}) > 1:
+        omits = self._nan == "omit"
+        if len({entry["count"] for entry in saved}) > 1 and not omits:
             raise ValueError("expected averages of equally many numbers")
         for table, entry in zip(self._tables, saved, strict=True):
             for x in (*entry["blocks"], entry["partial"]):
                 if x.__class__ is not float:
                     raise ValueError(f"expected a number, got {x!r}")
-            table.restore([(key, *(entry[name] for name in _ENTRY))])
+            steps = tuple(entry[name] for name in _ENTRY)
+            if not (omits and steps == _EMPTY):
+                table.restore([(key, *steps)])

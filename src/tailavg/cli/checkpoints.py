@@ -17,7 +17,7 @@ from tailavg.core.rules import WindowRule
 from tailavg.core.windows import Window
 
 if TYPE_CHECKING:
-    from tailavg.checkpoints import Merge
+    from tailavg.checkpoints.merge import Merge
 
 Sort = Literal["step", "name", "mtime"]
 DType = Literal["float64", "float32", "float16", "bfloat16"]
@@ -29,6 +29,7 @@ def checkpoints(
         list[Path],
         typer.Argument(
             exists=True,
+            metavar="FILES",
             help="Files (.safetensors; .pt, .pth, .ckpt, .bin), or folders that save_pretrained or "
             "torch.distributed.checkpoint wrote.",
         ),
@@ -50,7 +51,9 @@ def checkpoints(
     method: Annotated[
         Method | None,
         typer.Option(
-            help="How to weigh the checkpoints; exact, the default, is the mean of the window."
+            metavar="METHOD",
+            help="How to weigh the checkpoints: exact (the default, the mean of the window), "
+            "anytime or exponential.",
         ),
     ] = None,
     accumulators: Annotated[
@@ -80,7 +83,11 @@ def checkpoints(
     ] = None,
     dtype: Annotated[
         DType | None,
-        typer.Option(help="The dtype of the averages; by default that of the checkpoints."),
+        typer.Option(
+            metavar="DTYPE",
+            help="The dtype of the averages: float64, float32, float16 or bfloat16; by default "
+            "that of the checkpoints.",
+        ),
     ] = None,
     include: Annotated[
         list[str] | None,
@@ -100,9 +107,11 @@ def checkpoints(
 
     Examples: tailavg checkpoints run/checkpoint-* --window 0.25 -o averaged
 
-    tailavg checkpoints run/step-*.pt --windows 0.1,0.25,0.5 -o average-{window}.pt
+    tailavg checkpoints run/step-*.pt --windows 0.1,0.25 -o average-{window}.pt
     """
-    from tailavg.checkpoints import CheckpointError, Merge, read_weights, steps_of
+    from tailavg.checkpoints import CheckpointError
+    from tailavg.checkpoints.merge import Merge
+    from tailavg.checkpoints.weights import read_weights, steps_of
 
     ordered = _in_order(files, sort)
     outputs: dict[Path, Any]
@@ -207,7 +216,7 @@ def _rule(
 
 def _check_paths(paths: list[Path], output: Path) -> None:
     """Raise if these paths cannot be averaged, or the output cannot be written."""
-    from tailavg.checkpoints import SAFETENSORS, TORCH
+    from tailavg.checkpoints.merge import SAFETENSORS, TORCH
 
     folders = [path for path in paths if path.is_dir()]
     if len(folders) < len(paths):
@@ -238,7 +247,7 @@ def _check_paths(paths: list[Path], output: Path) -> None:
 
 def _in_order(paths: list[Path], sort: Sort) -> list[Path]:
     """Return the checkpoints, oldest first."""
-    from tailavg.checkpoints import natural
+    from tailavg.checkpoints.weights import natural
 
     if sort == "name":
         return sorted(paths, key=str)

@@ -223,11 +223,13 @@ class JsonInput(CsvInput):
 class Rows:
     """The rows of an input, and how far it has been read."""
 
-    def __init__(self, source: PlainInput, skip_bad: bool) -> None:
+    def __init__(self, source: PlainInput, skip_bad: bool, refuse_nan: bool = False) -> None:
         self.source = source
         self.skip_bad = skip_bad
+        self.refuse_nan = refuse_nan  # a row with a NaN is bad
         self.lines = 0  # read so far
         self.opened = False  # whether any input has been read
+        self.good = 0  # rows with numbers
         self.bad = 0  # skipped rows
         self.first_bad = ""
         self.error = ""  # why reading cannot go on
@@ -249,7 +251,10 @@ class Rows:
             numbers, keys = self.source.take(block)
         except ValueError:
             return None
+        if self.refuse_nan and np.isnan(numbers).any():
+            return None
         self.lines += len(numbers)
+        self.good += len(numbers)
         return numbers, keys
 
     def parse(self, block: bytes) -> list[Row]:
@@ -260,7 +265,10 @@ class Rows:
             if not line or line.isspace():
                 continue
             try:
-                rows.append(parse(line))
+                row = parse(line)
+                if self.refuse_nan and any(map(math.isnan, row.numbers)):
+                    raise ValueError("expected no NaN, because of --nan raise")
+                rows.append(row)
             except ValueError as error:
                 message = f"line {self.lines}: {short(line)}: {error}"
                 if not self.skip_bad:
@@ -268,6 +276,7 @@ class Rows:
                     break
                 self.bad += 1
                 self.first_bad = self.first_bad or message
+        self.good += len(rows)
         return rows
 
     def arrays(self, rows: list[Row]) -> tuple[Array, list[str]]:
@@ -278,6 +287,8 @@ class Rows:
     def skipped(self) -> str:
         """Say how many rows were skipped, and why the first one was."""
         rows = "1 row" if self.bad == 1 else f"{self.bad} rows"
+        if not self.good:
+            return f"skipped every row, {rows}: none could be read; the first is {self.first_bad}"
         return f"skipped {rows}, the first is {self.first_bad}"
 
 

@@ -12,12 +12,13 @@ from tailavg.core.windows import Growing, Window, as_window
 WINDOW = typer.Option(
     "--window",
     "-w",
-    help="How much to average: 100 is the last hundred, 0.25 the last quarter; "
+    help="How much to average: 100 is the last hundred; 0.25 or 25% is the last quarter; "
     "1 is the last one, 1.0 all of them.",
 )
+DEFAULT_WINDOW = "0.25"
 WINDOWS = typer.Option(help="Several windows at once, such as 0.1,0.25,100; replaces --window.")
 AT_MOST = typer.Option(help="The largest window that a fraction grows to.")
-METHOD = typer.Option(help="How to average.")
+METHOD = typer.Option(metavar="METHOD", help="How to average: anytime, exponential or exact.")
 COLUMN = typer.Option("--column", "-c", help="Read this column of CSV with a header.")
 FIELD = typer.Option("--field", "-f", help="Read this field of JSON lines.")
 BY = typer.Option(help="Keep one average for each value of this column or field.")
@@ -33,41 +34,63 @@ class Method(StrEnum):
 
 
 def parse_window(text: str, at_most: int | None = None) -> Window:
-    """Parse a window: `100` is the last hundred, `0.25` the last quarter.
+    """Parse a window: `100` is the last hundred, `0.25` or `25%` the last quarter.
 
     Examples:
         >>> parse_window("1"), parse_window("1.0")
         (Fixed(k=1), Growing(c=1.0, at_most=None))
+        >>> parse_window("1e3"), parse_window("1_000"), parse_window("25%")
+        (Fixed(k=1000), Fixed(k=1000), Growing(c=0.25, at_most=None))
     """
     try:
-        number = int(text) if text.strip().lstrip("+-").isdigit() else float(text)
+        window = as_window(_window_number(text))
     except ValueError:
-        raise typer.BadParameter(f"expected a window such as 1000 or 0.25, got {text!r}") from None
+        raise typer.BadParameter(
+            "expected a window: a count from 1 to 2^62, such as 1000, 1_000 or 1e3, or a fraction "
+            f"up to 1.0, such as 0.25 or 25%; got {text!r}"
+        ) from None
+    if at_most is None:
+        return window
+    if not isinstance(window, Growing):
+        raise typer.BadParameter("--at-most needs a fraction as --window")
     try:
-        window = as_window(number)
-        if at_most is None:
-            return window
-        if not isinstance(window, Growing):
-            raise ValueError("--at-most needs a fraction as --window")
         return Growing(window.c, at_most)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
 
 
+def _window_number(text: str) -> int | float:
+    """Return an int for a count of samples, a float for a fraction."""
+    text = text.strip()
+    if text.endswith("%"):
+        return float(f"{text[:-1].rstrip()}e-2")  # dividing by 100 would round twice
+    try:
+        return int(text)
+    except ValueError:
+        number = float(text)
+    is_count = "e" in text.lower() and number >= 1 and number.is_integer()
+    return int(number) if is_count else number
+
+
 def parse_windows(
-    window: str | None, windows: str | None, at_most: int | None = None
+    window: str | None,
+    windows: str | None,
+    at_most: int | None = None,
+    default: str | None = None,
 ) -> list[Window]:
-    """Parse --window or --windows, whichever is given.
+    """Parse --window or --windows, whichever is given; `default` is the window if neither is.
 
     Examples:
-        >>> parse_windows(None, "100,0.25")
+        >>> parse_windows(None, "100,25%")
         [Fixed(k=100), Growing(c=0.25, at_most=None)]
     """
-    if windows is None and window is not None:
+    if windows is None:
+        window = default if window is None else window
+        if window is None:
+            raise typer.BadParameter("choose a window: --window 0.25, or --windows 0.1,0.25")
         return [parse_window(window, at_most)]
-    if windows is None or window is not None:
-        got = "neither" if windows is None else "both"
-        raise typer.BadParameter(f"expected either --window or --windows, got {got}")
+    if window is not None:
+        raise typer.BadParameter("--windows replaces --window: leave one of them out")
     if at_most is not None:
         raise typer.BadParameter("--at-most goes with --window, not with --windows")
     parsed: list[Window] = []

@@ -55,7 +55,9 @@ def plot(
     accumulators: Annotated[
         int | None,
         typer.Option(
-            max=10_000, help="How many accumulators the anytime method keeps; by default 12."
+            max=10_000,
+            metavar="N",
+            help="How many accumulators the anytime method keeps; by default 12.",
         ),
     ] = None,
     at_most: Annotated[int | None, options.AT_MOST] = None,
@@ -85,19 +87,18 @@ def plot(
 ) -> None:
     """Draw curves and their tail averages.
 
-    Reads what `tailavg stream` reads: one number per line, CSV (--column) or JSON lines (--field),
-    of any length, in little memory; and TensorBoard's event files or their folders (--column is
-    then a tag). Several columns are drawn below one another. The window is 0.1 if none is given.
+    Reads what `tailavg stream` reads: one number per line, CSV (--column) or
+    JSON lines (--field), of any length, in little memory; and TensorBoard's
+    event files or their folders (--column is then a tag). Several columns are
+    drawn below one another. The window is 0.25 unless one is given.
 
-    Examples: tailavg plot train.csv --column loss --windows 0.1,0.25,1000 -o loss.svg
+    Examples: tailavg plot train.csv --column loss --windows 0.1,1000 -o loss.svg
 
     tail -f train.log | tailavg plot --live
 
     After Ctrl-C, what has arrived is drawn, and the exit code is 130.
     """
-    if window is None and windows is None:
-        window = "0.1"
-    parsed = parse_windows(window, windows, at_most)
+    parsed = parse_windows(window, windows, at_most, options.DEFAULT_WINDOW)
     if accumulators is None and method is Method.anytime:
         accumulators = ACCUMULATORS
     rules = [parse_rule(each, method, accumulators) for each in parsed]

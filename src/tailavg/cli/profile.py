@@ -30,7 +30,7 @@ COUNTED = 2**62
 
 
 Dtype = Literal["float32", "float64"]
-Output = Literal["table", "json"]
+Format = Literal["table", "json"]
 
 
 def profile(
@@ -55,11 +55,13 @@ def profile(
             help="Draw the weights to this file (.svg, .png, .pdf); needs the extra plot."
         ),
     ] = None,
-    output: Annotated[Output, typer.Option(help="How to print the profiles.")] = "table",
+    output_format: Annotated[
+        Format, typer.Option("--format", help="How to print the profiles.")
+    ] = "table",
 ) -> None:
-    """Compare the size, ages and memory of all methods, for a window and a number of samples.
+    """Compare the size, ages and memory of all methods at a number of samples.
 
-    Example: tailavg profile --window 0.25 --count 1e6 --parameters 7e9 --plot weights.svg
+    Example: tailavg profile --window 0.25 --count 1e6 --plot weights.svg
     """
     parsed = parse_window(window, at_most)
     t = _parse_whole(count, "--count")
@@ -74,7 +76,7 @@ def profile(
             rows[-1] |= _memory(rule, summary, size)
     if plot is not None:
         _plot(rules, t, plot)
-    if output == "json":
+    if output_format == "json":
         typer.echo(json.dumps(rows, indent=2))
     else:
         _print_table(rules, rows, dtype)

@@ -52,9 +52,10 @@ def reproduce(
 ) -> None:
     """Run the paper's experiments, and check its claims about them.
 
-    Writes report.html, the figures (SVG and PNG), curves.csv, tails.csv, claims.json and claims.md
-    to a folder. The step size, the start w₀ and the solution w* are options, since the paper does
-    not give them. By default the step is half of the largest one that is guaranteed to be stable.
+    Writes report.html, the figures (SVG and PNG), curves.csv, tails.csv,
+    claims.json and claims.md to a folder. The step size, the start w₀ and the
+    solution w* are options, since the paper does not give them. By default the
+    step is half of the largest one that is guaranteed to be stable.
 
     Example: tailavg reproduce --step 0.2 --output step-0.2
     """

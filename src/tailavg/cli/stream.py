@@ -24,7 +24,7 @@ from tailavg.cli import options, signals
 from tailavg.cli.averages import Averages, Reads
 from tailavg.cli.blocks import Blocks
 from tailavg.cli.cells import Array, csv_line, decode, encode, format_numbers
-from tailavg.cli.common import fail, say
+from tailavg.cli.common import FAILED, fail, say
 from tailavg.cli.lines import PlainInput, Row, Rows, choose_input, has_many_lines
 from tailavg.cli.options import Method, parse_rule, parse_windows, window_name
 from tailavg.cli.signals import WAITING, Act, Stopped
@@ -32,9 +32,10 @@ from tailavg.core.rules import shared_rules
 from tailavg.core.windows import NEVER, Growing, Window
 from tailavg.io.files import InUseError, check_writable, locked, whole_file
 from tailavg.io.state import STREAM, STREAM_VERSION, plain
+from tailavg.numpy.average import NanPolicy
 
 
-class Output(StrEnum):
+class Format(StrEnum):
     """What to write: averages alone, or after the columns of the input."""
 
     plain = "plain"
@@ -56,18 +57,29 @@ def stream(
         int | None,
         typer.Option(
             max=10_000,
+            metavar="N",
             help="How many accumulators the anytime method keeps: by default 3; "
             "with --windows, 12 for all fractions together, and at least 6.",
         ),
     ] = None,
     at_most: Annotated[int | None, options.AT_MOST] = None,
     every: Annotated[
-        int, typer.Option(min=1, max=NEVER, help="Answer only every N-th number.")
+        int, typer.Option(min=1, metavar="N", help="Answer only every N-th number.")
     ] = 1,
-    output: Annotated[
-        Output,
-        typer.Option(help="Averages alone, or CSV or JSON lines with the columns of the input."),
-    ] = Output.plain,
+    output_format: Annotated[
+        Format,
+        typer.Option(
+            "--format",
+            help="Averages alone, or CSV or JSON lines with the columns of the input.",
+        ),
+    ] = Format.plain,
+    nan: Annotated[
+        NanPolicy,
+        typer.Option(
+            metavar="POLICY",
+            help="What to do with a NaN: propagate (it enters the averages), omit or raise.",
+        ),
+    ] = "propagate",
     state: Annotated[
         Path | None, typer.Option(help="Resume from this file if it exists, and save to it.")
     ] = None,
@@ -75,24 +87,30 @@ def stream(
 ) -> None:
     """Average numbers as they arrive: one line in, one average out.
 
-    Reads one number per line, CSV with a header (--column) or JSON lines (--field); both options
-    may be repeated. Writes averages with 12 significant digits.
+    Reads one number per line, CSV with a header (--column) or JSON lines
+    (--field); both options may be repeated. Writes averages with 12
+    significant digits. The window is 0.25 unless one is given.
 
-    Examples: tail -f train.log | tailavg stream --window 0.25
+    Examples: tail -f train.log | tailavg stream --window 1000
 
-    tailavg stream --windows 0.1,0.25,0.5,1.0 --column loss --output csv log.csv
+    tailavg stream --windows 0.1,0.25,0.5,1.0 --column loss --format csv log.csv
 
-    Exit codes: 0 at the end of the input, 1 for bad data or files, 2 for a wrong command line,
-    130 after Ctrl-C, 143 after SIGTERM and 129 after SIGHUP, all with the state saved.
+    Exit codes: 0 at the end of the input, 1 for bad data or files, 2 for a
+    wrong command line; 130 after Ctrl-C, 143 after SIGTERM and 129 after
+    SIGHUP, all with the state saved.
     """
-    parsed = parse_windows(window, windows, at_most)
+    parsed = parse_windows(window, windows, at_most, options.DEFAULT_WINDOW)
     source = choose_input(column, fields, by)
     if windows is None:
         reads: Reads = [(parse_rule(parsed[0], method, accumulators), None)]
     else:
         reads = _share(parsed, method, accumulators)
         source.suffixes = [f"_{window_name(each)}" for each in parsed]
-    session = Session(reads, source, output, every, skip_bad)
+    if every > NEVER:  # not `max` of the option: help would show its 19 digits
+        raise typer.BadParameter("--every: expected at most 2^63 - 1")
+    if nan == "omit" and every > 1:
+        raise typer.BadParameter("--every counts all numbers: use it without --nan omit")
+    session = Session(reads, source, output_format, every, skip_bad, nan)
     with ExitStack() as stack:
         blocks = Blocks(file)  # before any other file: see there
         stack.callback(blocks.close)
@@ -177,6 +195,8 @@ def _finish(session: Session, failure: str | None, state: Path | None) -> None:
         say(stopped)
     if number is not None:
         raise typer.Exit(128 + number)
+    if session.bad and not session.good:
+        raise typer.Exit(FAILED)
 
 
 def _write(data: bytes) -> None:
@@ -193,17 +213,23 @@ class Session(Rows):
     """The state between input and output: the averages, and how far the input has been read."""
 
     def __init__(
-        self, reads: Reads, source: PlainInput, output: Output, every: int, skip_bad: bool
+        self,
+        reads: Reads,
+        source: PlainInput,
+        output_format: Format,
+        every: int,
+        skip_bad: bool,
+        nan: NanPolicy = "propagate",
     ) -> None:
-        super().__init__(source, skip_bad)
-        self.reads, self.output = reads, output
+        super().__init__(source, skip_bad, refuse_nan=nan == "raise")
+        self.reads, self.format, self.nan = reads, output_format, nan
         self.headed = False  # whether the header was written, now or before a resume
-        self.averages = Averages(reads, len(source.columns), every)
+        self.averages = Averages(reads, len(source.columns), every, nan)
 
     def answer(self, block: bytes) -> bytes:
         """Take a block of lines, and return the output."""
         text = self._answer_rows(self.body(block))
-        if self.output is Output.csv and self.source.names and not self.headed:
+        if self.format is Format.csv and self.source.names and not self.headed:
             self.headed = True
             header = csv_line([*self.source.names, *self.source.averages])
             text = encode(header) + b"\n" + text
@@ -214,11 +240,11 @@ class Session(Rows):
         many = has_many_lines(block)
         if (
             many
-            and self.output in (Output.plain, self.source.carries)
+            and self.format in (Format.plain, self.source.carries)
             and (taken := self.take(block))
         ):
             averages, answered = self.averages.scan(*taken)
-            if self.output is Output.plain:
+            if self.format is Format.plain:
                 return self._format(compress(taken[1], answered), averages)
             lines = compress(decode(block).split("\n")[:-1], answered)
             return self._format(map(self.source.head, lines), averages)
@@ -233,23 +259,23 @@ class Session(Rows):
 
     def _head(self, row: Row) -> str:
         """Return a line of the output up to where the averages are added."""
-        if self.output is Output.plain:
+        if self.format is Format.plain:
             return row.key
-        if self.output == self.source.carries:
+        if self.format == self.source.carries:
             return self.source.head(row.line)
         return self.source.converted_head(row)
 
     def _format(self, heads: Iterable[str], averages: Array) -> bytes:
         """Return the output: lines that begin with these heads and end with these averages."""
-        if self.output is Output.plain and self.source.by is None:
+        if self.format is Format.plain and self.source.by is None:
             return format_numbers(averages)
-        if self.output is Output.jsonl:
+        if self.format is Format.jsonl:
             numbers = format_numbers(averages).decode().split()
             if not np.isfinite(averages).all():  # for which JSON has no numbers
                 numbers = ["null" if number[-1] in "nf" else number for number in numbers]
             joint, endings = ", ", self._json_ending * len(averages) % tuple(numbers)
         else:
-            joint = "," if self.output is Output.csv else "\t"
+            joint = "," if self.format is Format.csv else "\t"
             endings = format_numbers(averages, joint).decode()
         lines = zip(heads, endings.split("\n"), strict=False)
         return encode("".join([f"{head}{joint}{ending}\n" for head, ending in lines]))
@@ -267,8 +293,9 @@ class Session(Rows):
             "input": self.source.kind,
             "columns": self.source.columns,
             "by": self.source.by,
-            "output": str(self.output),
+            "format": str(self.format),
             "averages": self.source.averages,
+            "nan": self.nan,
         }
 
     @np.errstate(all="ignore")

@@ -473,7 +473,8 @@ def _read_stream(path: str | os.PathLike[str]) -> dict[str, Any]:
             for _, (average,) in entries:
                 fields = average
             rule, dtype = rule_from(options["rule"][0]), "float64" if entries else None
-            return check(state(rule, dtype=dtype, scalar=True, **fields))
+            policy = options["nan"]
+            return check(state(rule, nan_policy=policy, dtype=dtype, scalar=True, **fields))
     raise ValueError(
         f"{path}: expected a state of tailavg stream with one average, got one with "
         f"{shown(options['averages'])} by {shown(options['by'])}; resume it with tailavg stream "
