@@ -317,7 +317,7 @@ class TailAveraging(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _require_a_sample(self, call: str) -> _Accumulators:
         if self._average is None or not self.count:
-            raise layout.nothing_yet(call, "; give this callback to fit() first")
+            raise layout.no_samples_error(call, "; give this callback to fit() first")
         return self._average
 
 

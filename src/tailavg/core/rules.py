@@ -36,7 +36,7 @@ from tailavg.core.windows import (
     as_window,
     fraction,
     positive_int,
-    shown,
+    short_repr,
     smaller,
 )
 
@@ -151,7 +151,7 @@ class Exponential(OfWindow):
         if isinstance(decay, bool | np.bool_) or not isinstance(decay, Real):
             raise TypeError(f"decay: expected a number in (0.2, 1), got {decay!r}")
         if not 0.2 < float(decay) < 1:
-            raise ValueError(f"decay: expected a number in (0.2, 1), got {shown(decay)}")
+            raise ValueError(f"decay: expected a number in (0.2, 1), got {short_repr(decay)}")
         return cls(_samples_of(decay))
 
     def decay(self, t: Any) -> Any:
@@ -216,7 +216,7 @@ class AnyTail:
             raise TypeError(f"shortest: expected a fraction in (0, 1), got {shortest!r}")
         if not (1e-6 <= shortest < 1 and float(shortest) < 1):
             raise ValueError(
-                f"shortest: expected a fraction in [0.000001, 1), got {shown(shortest)}"
+                f"shortest: expected a fraction in [0.000001, 1), got {short_repr(shortest)}"
             )
         object.__setattr__(self, "shortest", float(shortest))
 

@@ -30,7 +30,7 @@ __all__ = [
     "as_window",
     "fraction",
     "positive_int",
-    "shown",
+    "short_repr",
     "smaller",
 ]
 
@@ -104,7 +104,7 @@ class Growing:
         if isinstance(c, bool | np.bool_) or not isinstance(c, Real):
             raise TypeError(f"c: expected a fraction in (0, 1], got {c!r} of {type(c).__name__}")
         if not (0 < c <= 1 and float(c) > 0):
-            raise ValueError(f"c: expected a fraction in (0, 1], got {shown(c)}")
+            raise ValueError(f"c: expected a fraction in (0, 1], got {short_repr(c)}")
         object.__setattr__(self, "c", float(c))
         if self.at_most is not None:
             object.__setattr__(self, "at_most", positive_int(self.at_most, "at_most"))
@@ -256,7 +256,7 @@ def as_window(window: AnyWindow, name: str = "window") -> Window:
         return _fixed(int(window))
     if not isinstance(window, Integral) and 0 < window <= 1:
         return _growing(float(window))
-    raise ValueError(f"{name}: {expected}, got {shown(window)}")
+    raise ValueError(f"{name}: {expected}, got {short_repr(window)}")
 
 
 _fixed, _growing = lru_cache(Fixed), lru_cache(Growing)  # reads often repeat the same few windows
@@ -288,13 +288,13 @@ def positive_int(value: object, name: str, least: int = 1, most: int = MOST) -> 
         )
     number = int(value)
     if number < least:
-        raise ValueError(f"{name}: expected an int >= {least}, got {shown(number)}")
+        raise ValueError(f"{name}: expected an int >= {least}, got {short_repr(number)}")
     if number > most:
-        raise ValueError(f"{name}: expected an int <= {most}, got {shown(number)}")
+        raise ValueError(f"{name}: expected an int <= {most}, got {short_repr(number)}")
     return number
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """Return the repr of a value for a message, shortened if it is long."""
     try:
         text = repr(value)

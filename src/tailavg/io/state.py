@@ -52,7 +52,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tailavg.core.rules import AnyTail, AnytimeWindow, ExactWindow, Exponential, RawTail, Rule
-from tailavg.core.windows import MOST, Fixed, Growing, shown
+from tailavg.core.windows import MOST, Fixed, Growing, short_repr
 from tailavg.io.files import saved_folder, sync, whole_file, whole_folder
 from tailavg.io.tensors import mapped, write_arrays
 
@@ -68,7 +68,7 @@ __all__ = [
     "check_steps",
     "keyed_state",
     "named",
-    "nothing_yet",
+    "no_samples_error",
     "plain",
     "read",
     "read_keyed",
@@ -132,7 +132,7 @@ def rule_from(data: Any) -> Rule:
     """
     rule = _described(data)
     if not isinstance(rule, Rule):
-        raise ValueError(f"state: expected a rule, got {shown(data)}")
+        raise ValueError(f"state: expected a rule, got {short_repr(data)}")
     return rule
 
 
@@ -145,7 +145,7 @@ def _described(data: Any, depth: int = 2) -> Any:
     name = data.get("type")
     if not isinstance(name, str) or name not in _TYPES:
         known = ", ".join(_TYPES)
-        raise ValueError(f"state: rule: expected a type among {known}, got {shown(name)}")
+        raise ValueError(f"state: rule: expected a type among {known}, got {short_repr(name)}")
     try:
         return _TYPES[name](**fields)
     except (TypeError, ValueError) as error:
@@ -262,7 +262,7 @@ def _from_json(data: Any, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
 # Checks of states from outside.
 
 
-def nothing_yet(call: str, hint: str = "") -> ValueError:
+def no_samples_error(call: str, hint: str = "") -> ValueError:
     """Return what every framework raises for a read before the first sample."""
     return ValueError(f"{call}: expected at least one sample before the first read, got none{hint}")
 
@@ -282,8 +282,8 @@ def check_steps(count: int, starts: Sequence[int], folded: int) -> None:
     fits = starts and starts[0] >= 0 and rises and starts[-1] <= folded <= count <= MOST
     if not fits and (count or starts or folded):
         raise ValueError(
-            f"corrupt state: blocks that start at {shown(starts)}, folded up to "
-            f"{shown(folded)}, after {shown(count)} samples (at most {MOST})"
+            f"corrupt state: blocks that start at {short_repr(starts)}, folded up to "
+            f"{short_repr(folded)}, after {short_repr(count)} samples (at most {MOST})"
         )
 
 
@@ -296,11 +296,15 @@ def check(state: Any) -> dict[str, Any]:
     _check_fields(state, FORMAT, _FIELDS, {"calls": int})
     checked, dtype = dict(state), state["dtype"]
     if dtype is not None and dtype not in _DTYPES:
-        raise ValueError(f"state: dtype: expected one of {', '.join(_DTYPES)}, got {shown(dtype)}")
+        raise ValueError(
+            f"state: dtype: expected one of {', '.join(_DTYPES)}, got {short_repr(dtype)}"
+        )
     if isinstance(state["blocks"], np.ndarray) and not state["blocks"].ndim:
         raise ValueError(f"state: blocks: expected a sequence, got {state['blocks']!r}")
     if not all(type(start) is int for start in state["starts"]):
-        raise ValueError(f"state: starts: expected a list of ints, got {shown(state['starts'])}")
+        raise ValueError(
+            f"state: starts: expected a list of ints, got {short_repr(state['starts'])}"
+        )
     if dtype is not None and state["scalar"]:
         for key in ("blocks", "partial"):
             try:
@@ -325,12 +329,14 @@ def check_keyed(state: Any) -> dict[str, Any]:
             )
         if name in ("starts", "blocks"):
             if not all(isinstance(entry, list | tuple) for entry in entries):
-                raise ValueError(f"state: {name}: expected lists, got {shown(entries)}")
+                raise ValueError(f"state: {name}: expected lists, got {short_repr(entries)}")
             entries = list(chain.from_iterable(entries))
         kinds = (int, float) if name in ("blocks", "partial") else (int,)
         if not all(type(entry) in kinds for entry in entries):
             expected = " or ".join(kind.__name__ for kind in kinds)
-            raise ValueError(f"state: {name}: expected numbers ({expected}), got {shown(entries)}")
+            raise ValueError(
+                f"state: {name}: expected numbers ({expected}), got {short_repr(entries)}"
+            )
         try:
             np.array(entries, np.float64)
         except OverflowError as error:
@@ -347,18 +353,20 @@ def _check_fields(
         got = state.get(key)
         if type(got) is not type(value) or got != value:
             raise ValueError(
-                f"state: expected {key} {value!r}, got {shown(got)}; if another version of tailavg "
-                "saved it, read it with that version"
+                f"state: expected {key} {value!r}, got {short_repr(got)}; if another version of "
+                "tailavg saved it, read it with that version"
             )
     if missing := [key for key in needed if key not in state]:
         raise ValueError(f"state: missing {', '.join(missing)}; was it truncated?")
     fields = {**needed, **optional}
     if unexpected := [str(key) for key in state if key not in fields]:
-        raise ValueError(f"state: unexpected {shown(', '.join(unexpected))}")
+        raise ValueError(f"state: unexpected {short_repr(', '.join(unexpected))}")
     for key, value in state.items():
         kinds = fields[key]
         if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
-            raise ValueError(f"state: {key}: got {shown(value)} of type {type(value).__name__}")
+            raise ValueError(
+                f"state: {key}: got {short_repr(value)} of type {type(value).__name__}"
+            )
 
 
 # Files.
@@ -477,8 +485,8 @@ def _read_stream(path: str | os.PathLike[str]) -> dict[str, Any]:
             return check(state(rule, nan_policy=policy, dtype=dtype, scalar=True, **fields))
     raise ValueError(
         f"{path}: expected a state of tailavg stream with one average, got one with "
-        f"{shown(options['averages'])} by {shown(options['by'])}; resume it with tailavg stream "
-        "--state"
+        f"{short_repr(options['averages'])} by {short_repr(options['by'])}; resume it with tailavg "
+        "stream --state"
     )
 
 

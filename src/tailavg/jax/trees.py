@@ -188,7 +188,7 @@ class TreeAverage:
         """Summarize the weights: effective size, mean age, oldest age. Not inside `jax.jit`."""
         count = int(state.updates)
         if not count:
-            raise layout.nothing_yet("profile")
+            raise layout.no_samples_error("profile")
         starts, _ = blocks_at(state.clock, count)
         return profile(self.rule, starts, count, window)
 

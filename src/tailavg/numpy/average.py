@@ -16,7 +16,7 @@ from tailavg.core.decay import Reading
 from tailavg.core.equation import weights
 from tailavg.core.profile import Profile, block_weights, dense_weights, profile
 from tailavg.core.rules import AnyTail, Rule, as_rule, size_of, window_of
-from tailavg.core.windows import AnyWindow, Fixed, Reals, shown
+from tailavg.core.windows import AnyWindow, Fixed, Reals, short_repr
 from tailavg.io import state as layout
 from tailavg.numpy import fallback
 from tailavg.numpy.arithmetic import Array, aligned_zeros, joined, sum_rows
@@ -189,7 +189,7 @@ class TailAverage:
                 return value
         clock = self._now
         if not clock.count:
-            raise layout.nothing_yet("value")
+            raise layout.no_samples_error("value")
         if window is None and self._number:
             self._reader = reader = _reader(clock, self._means)
             value = None if reader is None else reader(clock.count, self._sum)
@@ -372,7 +372,7 @@ class TailAverage:
         """
         clock = self._now
         if not clock.count:
-            raise layout.nothing_yet("profile")
+            raise layout.no_samples_error("profile")
         return profile(self.rule, clock.starts, clock.count, window)
 
     @np.errstate(all="ignore")
@@ -394,7 +394,7 @@ class TailAverage:
         clock = self._now
         t, starts = clock.count, clock.starts
         if not t:
-            raise layout.nothing_yet("standard_error")
+            raise layout.no_samples_error("standard_error")
         sizes, weights = (np.array(each) for each in block_weights(self.rule, starts, t, window))
         means, folded, rest = self._arrays()
         if self._samples is None:
@@ -878,5 +878,7 @@ def _accumulator_dtype(given: npt.DTypeLike) -> np.dtype[Any]:
     except (TypeError, ValueError, SyntaxError):
         dtype = None
     if dtype is None or dtype.kind not in "fc" or np.finfo(dtype).bits < 32:
-        raise TypeError(f"dtype: expected float32, float64 or a complex one, got {shown(given)}")
+        raise TypeError(
+            f"dtype: expected float32, float64 or a complex one, got {short_repr(given)}"
+        )
     return dtype

@@ -17,7 +17,7 @@ import numpy as np
 from tailavg.core.clock import clock_for
 from tailavg.core.decay import Reading
 from tailavg.core.rules import AnyTail, ExactWindow, Rule, no_window_error, window_of
-from tailavg.core.windows import AnyWindow, shown
+from tailavg.core.windows import AnyWindow, short_repr
 from tailavg.io import state as layout
 from tailavg.numpy.arithmetic import Array
 from tailavg.numpy.average import NanPolicy, TailAverage, has_nan, numbers
@@ -251,7 +251,7 @@ class TailAverages(Mapping[Any, TailAverage]):
             except TypeError as error:  # such as an object of JSON
                 raise ValueError(f"state: keys: {error}") from error
             if known:
-                raise ValueError(f"state: keys: expected each once, got {shown(key)} again")
+                raise ValueError(f"state: keys: expected each once, got {short_repr(key)} again")
             if not count or len(blocks) != len(starts):
                 raise ValueError(
                     f"corrupt state: {count} samples, {len(starts)} block starts, {len(blocks)} "
@@ -329,7 +329,7 @@ class TailAverages(Mapping[Any, TailAverage]):
 
     def _row(self, key: Hashable) -> int:
         if key not in self._rows:
-            raise KeyError(f"key: expected one that has had a sample, got {shown(key)}")
+            raise KeyError(f"key: expected one that has had a sample, got {short_repr(key)}")
         return self._rows[key]
 
     def _average(self, key: Hashable) -> TailAverage:
@@ -586,7 +586,7 @@ def _check_key(key: Hashable) -> None:
         for part in key:
             _check_key(part)
     elif key != key:
-        raise ValueError(f"key: expected one that equals itself, got {shown(key)}")
+        raise ValueError(f"key: expected one that equals itself, got {short_repr(key)}")
 
 
 def _tuples(key: Any) -> Any:

@@ -34,7 +34,7 @@ from tailavg.core.rules import (
     no_window_error,
     shared_rules,
 )
-from tailavg.core.windows import AnyWindow, Fixed, Window, as_window, shown
+from tailavg.core.windows import AnyWindow, Fixed, Window, as_window, short_repr
 from tailavg.numpy.average import NanPolicy
 from tailavg.spark import job as jobs
 from tailavg.spark.job import COLUMN, KEPT, KEY, LATE, STATE, TIE, Job, Late, Output
@@ -108,7 +108,7 @@ def tail_mean(
         if value not in get_args(allowed):
             raise ValueError(f"{name}: expected one of {get_args(allowed)}, got {value!r}")
     if type(buckets) is not int or not 1 <= buckets <= 4096:
-        raise ValueError(f"buckets: expected an int from 1 to 4096, got {shown(buckets)}")
+        raise ValueError(f"buckets: expected an int from 1 to 4096, got {short_repr(buckets)}")
     reads, suffixes = _reads(rule)
     names = [f"{column}_tail{suffix}" for column in columns for suffix in suffixes]
     _check_columns(df.schema, columns, by, order_by, names)

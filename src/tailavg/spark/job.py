@@ -18,7 +18,7 @@ with needs("spark"):
     import pyarrow.compute as pc
 
 from tailavg.core.rules import Rule
-from tailavg.core.windows import Window, shown
+from tailavg.core.windows import Window, short_repr
 from tailavg.io import state as layout
 from tailavg.numpy import TailAverage
 from tailavg.numpy.arithmetic import Array
@@ -158,7 +158,7 @@ class Job:
             if len(state) != len(empty) or state[0] != VERSION:
                 raise ValueError(
                     f"state: expected {len(empty)} bytes, the first of them {VERSION}, got "
-                    f"{len(state)}, {shown(state)}"
+                    f"{len(state)}, {short_repr(state)}"
                 )
         return np.frombuffer(b"".join(known), self._record).copy()
 

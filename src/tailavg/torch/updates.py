@@ -11,7 +11,7 @@ from tailavg.core import profile as profiles
 from tailavg.core.decay import Reading
 from tailavg.core.rules import Rule, size_of
 from tailavg.core.windows import Reals, positive_int
-from tailavg.io.state import nothing_yet
+from tailavg.io.state import no_samples_error
 from tailavg.torch.accumulators import Accumulators
 from tailavg.torch.tracking import is_sharded, outside_autograd
 
@@ -69,7 +69,7 @@ class CountedUpdates:
         if not self.count:
             due = self._start + self._every
             waits = f" ({self._accumulators.calls} of {due} calls)" if due > 1 else ""
-            raise nothing_yet(call, f"{waits}; call {self._update_call}")
+            raise no_samples_error(call, f"{waits}; call {self._update_call}")
 
     @property
     def rule(self) -> Rule:
