@@ -1,4 +1,7 @@
-"""A process that is killed at any opcode of a write leaves what was there or what is new."""
+"""A process that is killed at any opcode of a write leaves what was there or what is new.
+
+Slow: `make test-all` kills hundreds of processes.
+"""
 
 from __future__ import annotations
 
