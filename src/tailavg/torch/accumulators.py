@@ -222,11 +222,16 @@ class Accumulators(Store):
         closed = self._ordered()[: max(0, len(self.clock.starts) - 1)]
         return {i: block.path for i, block in enumerate(closed) if block.path is not None}
 
-    def loaded(self, state: Mapping[str, Any], tracking: Tracking) -> Callable[[], None]:
+    def loaded(
+        self,
+        state: Mapping[str, Any],
+        tracking: Tracking,
+        then: Callable[[], None] | None = None,
+    ) -> Callable[[], None]:
         """Check a state of these tensors, or of a single tensor without a name.
 
         Returns:
-            A function that resumes from the state.
+            A function that resumes from the state, and calls `then` in the end.
         """
         state = states.check(state)
         states.check_nan_policy(state)
@@ -256,7 +261,7 @@ class Accumulators(Store):
         clock = clock_for(self.clock.rule)
         clock.restore(state["count"], state["starts"], state["folded"])
 
-        return lambda: self._fill(clock, calls, means, partial)
+        return lambda: self._fill(clock, calls, means, partial, then)
 
     def _fill(
         self,
@@ -264,6 +269,7 @@ class Accumulators(Store):
         calls: int,
         means: Sequence[Mapping[str, Tensor]],
         sums: Mapping[str, Tensor],
+        then: Callable[[], None] | None = None,
     ) -> None:
         """Take over a state. Its tensors may be those of `state_dict`: each stays in its block."""
         blocks, number = self._ordered(), len(means)
@@ -282,6 +288,8 @@ class Accumulators(Store):
         for name, view in self._sums().items():
             view.copy_(sums[name])
         self.clock, self.calls = clock, calls
+        if then is not None:
+            then()
         self.whole = True
 
     def to(

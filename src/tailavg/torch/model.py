@@ -221,7 +221,10 @@ class AveragedModel(CountedUpdates, Module):
         if self._accumulators.whole:
             self._catch_up()  # so that all that may have to be put back is in the module
         self._target.refresh()
-        resume = self._accumulators.loaded(state_dict["_extra_state"], self._target)
+        resume = self._accumulators.loaded(
+            state_dict["_extra_state"], self._target, self._show_loaded
+        )
+        before = self._accumulators.clock
         weights = OrderedDict(state_dict)
         weights["_extra_state"] = None  # later
         if "n_averaged" in weights:
@@ -234,11 +237,15 @@ class AveragedModel(CountedUpdates, Module):
             self._target.refresh()
             resume()
         except BaseException:
-            saved.restore()
+            if self._accumulators.clock is before:  # otherwise all is loaded, or broken
+                saved.restore()
             raise
+        return keys
+
+    def _show_loaded(self) -> None:
+        """Note that the module has the weights of the state that was loaded."""
         self._shown = self.count
         self.n_averaged.fill_(self.count)
-        return keys
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the module: this itself would be compiled again after every update."""
