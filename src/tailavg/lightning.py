@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any
 
 from tailavg.core.decay import Reading
@@ -20,6 +20,7 @@ with needs("lightning"):
     from torch import Tensor
 
     from tailavg.torch.parameters import ParameterAverage
+    from tailavg.torch.swap import forked_rng
     from tailavg.torch.tracking import outside_autograd
     from tailavg.torch.updates import has_trained
 
@@ -40,6 +41,8 @@ class TailAveraging(Callback):
     Args:
         rule: As in `ParameterAverage`: `0.25` is the last quarter of the steps so far.
         window: What to read from an `AnyTail`: a fraction, or a `Decay`.
+        evaluate_raw: Validate the training weights, too, and log their metrics as `raw_val_loss`
+            and so on. Each validation then copies the module and takes twice as long.
         options: Those of `ParameterAverage`: `update_every`, `start_after`, `include`, `offload`, …
 
     Examples:
@@ -49,10 +52,16 @@ class TailAveraging(Callback):
 
     @refuses_decay
     def __init__(
-        self, rule: AnyWindow | Rule, *, window: Reading | None = None, **options: Any
+        self,
+        rule: AnyWindow | Rule,
+        *,
+        window: Reading | None = None,
+        evaluate_raw: bool = False,
+        **options: Any,
     ) -> None:
         self.rule = as_training_rule(rule)
         self.window = window
+        self.evaluate_raw = evaluate_raw
         check_window(self.rule, window)
         signature(ParameterAverage).bind(None, rule, **options)  # raises if there is no such option
         self._options = options
@@ -66,6 +75,7 @@ class TailAveraging(Callback):
         self._tensors: dict[str, Any] = {}  # the same by name, until the fit ends without an error
         self._stepped = False  # whether one of several optimizers did, in this training step
         self._handles: list[Any] = []  # on optimizers, while a fit runs
+        self._raw: LightningModule | None = None  # has the training weights during validation
 
     @property
     def average(self) -> ParameterAverage:
@@ -157,17 +167,44 @@ class TailAveraging(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """In a fit: store the training weights, and give the module the averages."""
-        average = self._average
-        if trainer.state.fn == TrainerFn.FITTING and average is not None and average.count:
-            average.store()
-            average.copy_to(window=self.window)
+        if trainer.state.fn == TrainerFn.FITTING and self._average and self._average.count:
+            if self.evaluate_raw:
+                self._raw = _raw_copy(pl_module)
+            self._swap()
+
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """With `evaluate_raw`: call this hook of the copy that has the training weights."""
+        if self._raw is not None:
+            self._raw.on_validation_epoch_start()
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *batch: Any
+    ) -> None:
+        """With `evaluate_raw`: validate the training weights on the same batch."""
+        if self._raw is not None:
+            step: Any = self._raw.validation_step
+            kinds = [parameter.kind for parameter in signature(step).parameters.values()]
+            taken = len(batch) if Parameter.VAR_POSITIONAL in kinds else len(kinds)
+            with forked_rng(pl_module.device), trainer.precision_plugin.val_step_context():
+                step(*batch[:taken])
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """With `evaluate_raw`: call this hook of the copy that has the training weights."""
+        if self._raw is not None:
+            self._raw.on_validation_epoch_end()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """In a fit: restore the training weights."""
         if trainer.state.fn == TrainerFn.FITTING:
             self._restore()
 
+    def _swap(self) -> None:
+        assert self._average is not None
+        self._average.store()
+        self._average.copy_to(window=self.window)
+
     def _restore(self) -> None:
+        self._raw = None
         if self._average is not None and self._average.swapped:
             self._average.restore()
 
@@ -197,7 +234,7 @@ class TailAveraging(Callback):
             average.restore()
             (training,) = _copies(trainer.strategy.lightning_module_state_dict())
             state = average.state_dict()
-            TailAveraging.on_validation_start(self, trainer, pl_module)
+            self._swap()
             for buffer, value in buffers:  # as validation has left them
                 buffer.copy_(value)
         elif average is not None:
@@ -262,6 +299,19 @@ class _WithAverages(CheckpointIO):
             self._io.teardown()
         finally:
             self._strategy.checkpoint_io = self._io
+
+
+def _raw_copy(module: LightningModule) -> LightningModule:
+    """Return a copy of a module, with metrics of its own, that logs to the module as `raw_…`."""
+    raw = copy.deepcopy(module)
+    raw.trainer, raw._metric_attributes = module.trainer, None
+
+    def log(name: str, *args: Any, **kwargs: Any) -> None:
+        name = f"raw_{name}"
+        module.log(name, *args, **{"metric_attribute": name} | kwargs)
+
+    raw.log = log  # type: ignore[method-assign]
+    return raw
 
 
 def _tensors(module: LightningModule) -> dict[str, Tensor]:

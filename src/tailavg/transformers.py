@@ -23,6 +23,7 @@ from tailavg.core.windows import AnyWindow, positive_int
 from tailavg.extras import needs
 from tailavg.io.files import saved_folder
 from tailavg.torch import ParameterAverage
+from tailavg.torch.swap import forked_rng
 
 with needs("transformers"):
     import transformers
@@ -58,6 +59,7 @@ for _name in _OVERRIDDEN:
 class _Options(NamedTuple):
     rule: Rule
     window: Reading | None
+    evaluate_raw: bool
     others: dict[str, Any]
     """Further arguments of `ParameterAverage`."""
 
@@ -66,17 +68,19 @@ class _Options(NamedTuple):
         others: dict[str, Any] = {"rule": tail_average}
         if isinstance(tail_average, Mapping):
             others = dict(tail_average)
-        window = others.pop("window", None)
+        window, evaluate_raw = others.pop("window", None), others.pop("evaluate_raw", False)
+        if not isinstance(evaluate_raw, bool):
+            raise TypeError(f"evaluate_raw: expected True or False, got {evaluate_raw!r}")
         try:
             signature(ParameterAverage).bind("model", **others)
         except TypeError as error:
             raise ValueError(
-                'tail_average: expected a number, a rule, or a dict with a "rule", a "window" and '
-                f"options of ParameterAverage, got {tail_average!r}: {error}"
+                'tail_average: expected a number, a rule, or a dict with a "rule", a "window", '
+                f'"evaluate_raw" and options of ParameterAverage, got {tail_average!r}: {error}'
             ) from error
         rule = as_training_rule(others.pop("rule"))
         check_window(rule, window, steps=1)
-        return cls(rule, window, others)
+        return cls(rule, window, evaluate_raw, others)
 
     def check(self, steps: int) -> None:
         """Raise if the window is too short for an `AnyTail` in a run of `steps` steps.
@@ -100,7 +104,9 @@ class TailAverageMixin(Trainer):
     Args:
         *args: Arguments of the Trainer.
         tail_average: A number, a window or a rule; or a dict with a `"rule"`, the `"window"` with
-            which an `AnyTail` is read, and other options of `ParameterAverage`.
+            which an `AnyTail` is read, and other options of `ParameterAverage`. With
+            `"evaluate_raw": True`, each evaluation also evaluates the training weights and logs
+            their metrics as `eval_raw_loss` and so on.
         **kwargs: Arguments of the Trainer.
     """
 
@@ -124,10 +130,25 @@ class TailAverageMixin(Trainer):
         self._start_averaging(resume_from_checkpoint)
         return prepared
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
         """Evaluate or predict with the averaged weights, once there are any."""
+        arguments = dataloader, description, prediction_loss_only, ignore_keys
+        average = self.tail_average
+        raw_metrics: dict[str, float] = {}
+        if self._tail_options.evaluate_raw and average is not None and average.count:
+            with forked_rng(self.args.device):  # so that training does not change
+                raw = super().evaluation_loop(*arguments, f"{metric_key_prefix}_raw")
+            raw_metrics = raw.metrics or {}
         with self._averaged():
-            return super().evaluation_loop(*args, **kwargs)
+            output = super().evaluation_loop(*arguments, metric_key_prefix)
+        return output._replace(metrics=raw_metrics | (output.metrics or {}))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the averaged model; to a checkpoint, the training weights and the average."""

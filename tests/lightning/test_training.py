@@ -5,9 +5,11 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.plugins import MixedPrecision
 from torch.utils.data import DataLoader
+from torchmetrics import MeanSquaredError
 
 from tailavg import AnyTail, AnytimeWindow, Decay, Exponential
 from tailavg.lightning import TailAveraging
@@ -299,6 +301,68 @@ def test_the_learning_rate_finder_comes_first_and_does_not_count(tmp_path):
         trainer.fit(module, DataLoader(torch.rand(STEPS, 6, 3), batch_size=None))
     assert callback.average.count == trainer.global_step == STEPS
     assert_near(module, expected(module.steps, callback.average.weights()))
+
+
+# The training weights in validation.
+
+
+class Measured(Net):
+    """Logs in all the ways there are: a tensor, a metric, and a list that the module keeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.metric = MeanSquaredError()
+        self.losses: list[float] = []
+
+    def on_validation_epoch_start(self):
+        self.losses.clear()
+
+    def validation_step(self, batch):
+        loss = self._loss(batch)
+        self.losses.append(float(loss))
+        self.metric(self.net(batch), batch[:, :2].clone())
+        self.log("val_loss", loss)
+        self.log_dict({"val_error": self.metric})
+
+    def on_validation_epoch_end(self):
+        self.log("val_worst", max(self.losses))
+
+
+class Logged(Callback):
+    """The metrics at the end of each validation."""
+
+    def __init__(self):
+        self.all = []
+
+    def on_validation_end(self, trainer, pl_module):
+        self.all.append({name: float(x) for name, x in trainer.callback_metrics.items()})
+
+
+@pytest.mark.parametrize("loaders", [1, 2])
+def test_the_training_weights_are_validated_too(loaders):
+    def run(*callbacks):
+        module, logged = (Measured() if loaders == 1 else Loaders()), Logged()
+        trainer = make_trainer(*callbacks, logged, num_sanity_val_steps=0)
+        trainer.fit(module, Batches(), [held_out(2) for _ in range(loaders)])
+        return module, logged.all
+
+    plain_module, plain = run()
+    _, averaged = run(TailAveraging(0.5))
+    module, both = run(callback := TailAveraging(0.5, evaluate_raw=True))
+    for step, raw_step in zip(module.steps, plain_module.steps, strict=True):
+        assert all(np.array_equal(step[name], raw_step[name]) for name in step)
+    for metrics, average, raw in zip(both, averaged, plain, strict=True):
+        assert metrics == average | {f"raw_{name}": raw[name] for name in raw}
+        assert all(metrics[f"raw_{name}"] != metrics[name] for name in raw)
+    assert callback._raw is None
+
+
+class Loaders(Measured):
+    """Validates with several loaders."""
+
+    def validation_step(self, batch, index, dataloader_idx):
+        self.losses.append(float(dataloader_idx) + float(self._loss(batch)))
+        self.log("val_loss", self._loss(batch))
 
 
 # Refusals.

@@ -15,6 +15,7 @@ from tests.support.hugging_face_training import (
     Seen,
     Steps,
     TailAverageTrainer,
+    Trainer,
     arguments,
     close,
     first_is_best,
@@ -417,3 +418,56 @@ def test_what_cannot_be_right_is_refused(tmp_path):
     )
     with pytest.raises(ValueError, match="already averages: its eval\\(\\) changes"):
         free.train()
+
+
+def evaluations(trainer):
+    """The metrics of each evaluation that was logged, by step; without how long it took."""
+    logs = [log for log in trainer.state.log_history if any("loss" in name for name in log)]
+    return [
+        {name: value for name, value in log.items() if name.endswith(("loss", "agreement"))}
+        for log in logs
+        if any(name.startswith("eval") for name in log)
+    ]
+
+
+def agreement(outputs):
+    return {"agreement": float((outputs.predictions.argmax(-1) == outputs.label_ids).mean())}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_training_weights_are_evaluated_too(kind, tmp_path):
+    def run(name, tail_average):
+        model = tiny()
+        options = {"compute_metrics": agreement, "eval_dataset": {"one": tokens(8, 2)}}
+        args = arguments(tmp_path / name, eval_strategy="steps", eval_steps=4)
+        if tail_average is None:
+            trainer = Trainer(model=model, args=args, train_dataset=tokens(), **options)
+        else:
+            trainer = make(kind, model, args, tail_average, **options)
+        trainer.train()
+        return weights(model), evaluations(trainer), trainer
+
+    plain_weights, plain, _ = run("plain", None)
+    average_weights, averaged, _ = run("average", 0.5)
+    both_weights, both, trainer = run("both", {"rule": 0.5, "evaluate_raw": True})
+    assert same(plain_weights, both_weights)
+    assert same(plain_weights, average_weights)
+    for metrics, average, raw in zip(both, averaged, plain, strict=True):
+        renamed = {name.replace("eval_one_", "eval_one_raw_"): raw[name] for name in raw}
+        assert metrics == average | renamed
+        assert metrics["eval_one_raw_loss"] != metrics["eval_one_loss"]
+    predicted = trainer.predict(tokens(8, 2)).metrics
+    assert predicted["test_raw_loss"] == plain[-1]["eval_one_loss"]
+
+
+def test_evaluate_raw_is_a_flag(tmp_path):
+    with pytest.raises(TypeError, match=r"evaluate_raw: expected True or False, got 'yes'"):
+        make("trainer", tiny(), arguments(tmp_path), {"rule": 0.5, "evaluate_raw": "yes"})
+
+
+def test_a_loss_before_the_first_counted_step_is_that_of_the_training_weights(tmp_path):
+    options = {"rule": 0.5, "evaluate_raw": True, "start_after": 8}
+    args = arguments(tmp_path, eval_strategy="steps", eval_steps=4)
+    trainer = make("trainer", tiny(), args, options, eval_dataset=tokens(8, 2))
+    trainer.train()
+    assert ["eval_raw_loss" in each for each in evaluations(trainer)] == [False, False, True]

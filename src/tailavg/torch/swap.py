@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from tailavg.torch.folder import FolderStorage
 from tailavg.torch.storage import MemoryStorage
 from tailavg.torch.tracking import Tracking, local
 
-__all__ = ["SavedWeights"]
+__all__ = ["SavedWeights", "forked_rng"]
 
 
 class SavedWeights:
@@ -56,3 +57,10 @@ class SavedWeights:
                 now.data = memory
             elif now.data_ptr() != memory.data_ptr() or now.stride() != memory.stride():
                 now.copy_(memory)  # it moved to another device or dtype, and stays there
+
+
+def forked_rng(device: torch.device) -> AbstractContextManager[None]:
+    """Return a context at whose end torch's random state is as it was, here and on the device."""
+    if device.type == "cpu":
+        return torch.random.fork_rng(devices=[])
+    return torch.random.fork_rng(devices=[device], device_type=device.type)
