@@ -270,7 +270,12 @@ def test_event_files(tmp_path, writer):
         check(line, np.arange(0.0, 500.0, 10), TailAverage(AnytimeWindow(5, 12)).scan(values))
     _, told = commands.failed("plot", file, "-c", "loss")
     assert "no tag 'loss'; there are: train/loss" in told
-    commands.failed("plot", file, code=2)
+    for command in ("plot", "stream"):
+        _, told = commands.failed(command, file, code=2)
+        assert "choose a tag with --column (found: train/loss)" in told
+    written = commands.done("stream", file, "-c", "train/loss", "-w", "5").split()
+    averages = TailAverage(AnytimeWindow(5)).scan(values)
+    assert [float(cell) for cell in written] == pytest.approx(averages, rel=1e-11)
 
 
 @pytest.mark.parametrize(
@@ -278,7 +283,7 @@ def test_event_files(tmp_path, writer):
     [
         (["-w", "0"], "1\n", 2, "expected"),
         (["--live", "-o", "x.svg"], "1\n", 2, "--live draws in the terminal"),
-        (["--x", "step"], "1\n", 2, "--x needs --column or --field"),
+        (["--x", "step"], "1\n", 2, "--x needs --column, --field or --match"),
         (["--x", "a", "-c", "a"], "a\n1\n", 2, "expected another column than those to draw"),
         (["--by", "run"], "1\n", 2, "--by needs --column or --field"),
         (["-o", "x.doc"], "1\n", 2, "expected a file name that ends in"),
@@ -301,7 +306,7 @@ def test_event_files(tmp_path, writer):
             1,
             "200 runs",
         ),
-        (["folder"], "", 2, "choose a tag of event files with --column"),
+        (["folder"], "", 1, "expected event files with scalars, got none"),
         (["folder", "-c", "x"], "", 1, "expected event files with scalars, got none"),
     ],
 )

@@ -29,7 +29,7 @@ def run(number, names):
 
 
 def test_all_blocks_are_run():
-    assert len(BLOCKS) == 8
+    assert len(BLOCKS) == 9
 
 
 def test_trainers(tmp_path):
@@ -49,10 +49,10 @@ def test_trainers(tmp_path):
         tiny(5), names["args"], train_dataset=tokens(), tail_average=0.25
     )
     shutil.rmtree(tmp_path / "checkpoint-16")
-    run(5, names)
+    run(6, names)
     assert bits(names["trainer"].tail_average.state_dict()) == state
 
-    run(6, names)  # checkpoint 8
+    run(7, names)  # checkpoint 8
     assert names["average"].count == 8
     saved = GPT2LMHeadModel.from_pretrained(tmp_path / "averaged")
     assert same(weights(saved), weights(names["model"]))
@@ -66,6 +66,8 @@ def test_trainers(tmp_path):
     average = names["trainer"].tail_average.averaged_state_dict(window=names["found"].window)
     saved = load_file(tmp_path / "best-tail" / "model.safetensors")
     assert all(torch.equal(saved[name], average[name]) for name in saved)
+    metrics = run(5, names)["metrics"]
+    assert metrics["eval_loss"] != metrics["eval_raw_loss"]
 
 
 def test_accelerate(tmp_path):
@@ -74,7 +76,7 @@ def test_accelerate(tmp_path):
         model = tiny(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
         data = tokens(48)[batches]
         return run(
-            7,
+            8,
             {
                 "model": model,
                 "optimizer": torch.optim.AdamW(model.parameters(), lr=0.01),

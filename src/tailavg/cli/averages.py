@@ -31,7 +31,7 @@ class Averages:
         reads: What to read of each column.
         columns: The number of columns.
         every: Of each key, which rows to answer: every N-th.
-        nan: The `nan_policy` of each average. With "omit", a column may have no samples of a key.
+        nan: The `nan_policy` of each average.
     """
 
     def __init__(
@@ -41,7 +41,6 @@ class Averages:
         self._reads = [(self.rules.index(rule), window) for rule, window in reads]
         self._columns, self._every = columns, every
         self._scanned = 0  # rows
-        self._nan = nan
         self._tables = [
             TailAverages(rule, nan_policy=nan) for _ in range(columns) for rule in self.rules
         ]
@@ -53,11 +52,15 @@ class Averages:
         """Return the keys that have samples in any column."""
         return dict.fromkeys(chain.from_iterable(self._tables))
 
-    def step(self, key: str, row: list[float]) -> list[float]:
-        """Take a row, and return the averages after it; none if it is not to be answered."""
+    def step(self, key: str, row: list[float | None]) -> list[float]:
+        """Take a row, and return the averages after it; none if it is not to be answered.
+
+        A number that the row lacks is no sample: the average stays as it is, NaN at first.
+        """
         rules = len(self.rules)
         for i, table in enumerate(self._tables):
-            table.update(key, row[i // rules])
+            if (number := row[i // rules]) is not None:
+                table.update(key, number)
         if self._every > 1 and self._tables[0][key].count % self._every:
             return []
         columns = range(0, len(self._tables), rules)
@@ -120,13 +123,10 @@ class Averages:
             raise ValueError(f"expected a key and a list, got {key!r}")
         if len(saved) != len(self._tables) or any(set(entry) != set(_ENTRY) for entry in saved):
             raise ValueError(f"expected averages of {self._columns} columns, got {len(saved)}")
-        omits = self._nan == "omit"
-        if len({entry["count"] for entry in saved}) > 1 and not omits:
-            raise ValueError("expected averages of equally many numbers")
         for table, entry in zip(self._tables, saved, strict=True):
             for x in (*entry["blocks"], entry["partial"]):
                 if x.__class__ is not float:
                     raise ValueError(f"expected a number, got {x!r}")
             steps = tuple(entry[name] for name in _ENTRY)
-            if not (omits and steps == _EMPTY):
+            if steps != _EMPTY:  # a column may have no samples of a key
                 table.restore([(key, *steps)])

@@ -17,12 +17,13 @@ class Blocks:
     """The input in blocks of complete lines, until it ends or a signal arrives.
 
     A block is what has arrived. A signal takes effect between blocks. With a `pause`, iteration
-    yields an empty block whenever nothing has arrived for that many seconds.
+    yields an empty block whenever nothing has arrived for that many seconds. In a `text`, a
+    carriage return also ends a line: progress bars write no other line ends.
     """
 
-    def __init__(self, file: str, pause: float | None = None) -> None:
+    def __init__(self, file: str, pause: float | None = None, text: bool = False) -> None:
         self.name = "standard input" if file == "-" else file
-        self._pause = pause
+        self._pause, self._text = pause, text
         self._opened = file != "-"
         try:
             self._input = os.open(file, os.O_RDONLY) if self._opened else 0
@@ -41,6 +42,8 @@ class Blocks:
             if chunk is None:
                 yield b""
                 continue
+            if self._text:
+                chunk = chunk.replace(b"\r", b"\n")
             lines, end, tail = chunk.rpartition(b"\n")
             if end:
                 yield b"".join([*unfinished, lines, end])

@@ -24,8 +24,12 @@ LONG = 4 << 20
 LARGE, HUGE = 1 << 14, 1 << 30
 """The size of blocks that pyarrow reads: it is slower on smaller ones, and refuses larger ones."""
 
+BLANKS = " "
+"""The delimiter of columns that are aligned with spaces or tabs."""
+
 Array = npt.NDArray[Any]
 
+_DELIMITERS = ("\t", ",", ";")  # and spaces
 _DECIMAL = b"0123456789+-.eE"  # pyarrow reads cells of these bytes exactly as float does
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _CHUNK = 2000  # numbers to format at once: their objects fit the cache
@@ -53,7 +57,12 @@ class BlockReader:
         return _arrow_floats(columns[0])
 
     def table(
-        self, block: bytes, width: int, places: list[int], key: int | None
+        self,
+        block: bytes,
+        width: int,
+        places: list[int],
+        key: int | None,
+        delimiter: str = ",",
     ) -> tuple[Array, list[str]]:
         r"""Return the numbers in some columns of CSV, one row per line, and the cells of the key.
 
@@ -62,6 +71,7 @@ class BlockReader:
             width: The number of cells in each row.
             places: The indices of the columns with numbers.
             key: The index of the column with keys, if there is one.
+            delimiter: See `split_cells`.
 
         Examples:
             >>> BlockReader().table(b"1,0.5,a\n2,0.25,b\n", width=3, places=[1], key=2)
@@ -69,21 +79,23 @@ class BlockReader:
                    [0.25]]), ['a', 'b'])
         """
         wanted = places if key is None else [*places, key]
-        columns = self._arrow_columns(block, width, wanted)
+        columns = self._arrow_columns(block, width, wanted, delimiter)
         if columns is not None:
             numbers = [_arrow_floats(column) for column in columns[: len(places)]]
             return np.stack(numbers, axis=1), [] if key is None else _texts(columns[-1])
         lines = decode(block).split("\n")[:-1]
-        rows = (row for row in map(split_cells, lines) if len(row) == width)
-        cells = [row[place] for row in rows for place in wanted]
-        if len(cells) != len(lines) * len(wanted):
+        rows = (cells for line in lines if len(cells := split_cells(line, delimiter)) == width)
+        texts = [cells[place] for cells in rows for place in wanted]
+        if len(texts) != len(lines) * len(wanted):
             raise ValueError("expected rows with as many cells as the header")
-        numbers = [_floats(cells[i :: len(wanted)]) for i in range(len(places))]
-        return np.stack(numbers, axis=1), [] if key is None else cells[len(places) :: len(wanted)]
+        numbers = [_floats(texts[i :: len(wanted)]) for i in range(len(places))]
+        return np.stack(numbers, axis=1), [] if key is None else texts[len(places) :: len(wanted)]
 
-    def _arrow_columns(self, block: bytes, width: int, places: list[int]) -> list[Any] | None:
+    def _arrow_columns(
+        self, block: bytes, width: int, places: list[int], delimiter: str = ","
+    ) -> list[Any] | None:
         """Read columns as Arrow arrays of bytes; None if Python should read this block."""
-        if not LARGE <= len(block) < HUGE:
+        if not LARGE <= len(block) < HUGE or delimiter == BLANKS:
             return None
         self._read += len(block)
         if (
@@ -101,7 +113,9 @@ class BlockReader:
         table = arrow.csv.read_csv(
             arrow.BufferReader(block),
             arrow.csv.ReadOptions(use_threads=False, block_size=len(block) + 1, column_names=names),
-            arrow.csv.ParseOptions(quote_char=False, double_quote=False, ignore_empty_lines=False),
+            arrow.csv.ParseOptions(
+                delimiter=delimiter, quote_char=False, double_quote=False, ignore_empty_lines=False
+            ),
             arrow.csv.ConvertOptions(
                 column_types=dict.fromkeys(wanted, arrow.binary()),
                 include_columns=list(dict.fromkeys(wanted)),
@@ -151,21 +165,41 @@ def parse_number(text: str, expected: str = "a number") -> float:
     raise ValueError(f"expected {expected}")
 
 
-def split_cells(line: str) -> list[str]:
-    """Return the cells of a line of CSV; raise a ValueError if it has stray quotes."""
+def split_cells(line: str, delimiter: str = ",") -> list[str]:
+    """Return the cells of a line; raise a ValueError if it has stray quotes.
+
+    Args:
+        line: A line of CSV.
+        delimiter: The character between cells; a space stands for any number of spaces and tabs.
+    """
+    if delimiter == BLANKS:
+        return line.split()
     if '"' not in line:
-        return line.split(",")
+        return line.split(delimiter)
     csv.field_size_limit(2**31 - 1)
     try:
-        return next(csv.reader([line], strict=True))
+        return next(csv.reader([line], strict=True, delimiter=delimiter))
     except csv.Error as error:
         raise ValueError(f"expected CSV ({error})") from error
 
 
-def csv_line(cells: list[str]) -> str:
+def guess_delimiter(line: str, names: list[str]) -> str:
+    """Return the delimiter of a header that should have these names.
+
+    Examples:
+        >>> guess_delimiter("step;train loss", ["train loss"]), guess_delimiter("1 0.5", ["2"])
+        (';', ' ')
+    """
+    for delimiter in _DELIMITERS:
+        if {*names} <= {cell.strip() for cell in line.split(delimiter)}:
+            return delimiter
+    return next((each for each in _DELIMITERS if each in line), BLANKS if " " in line else ",")
+
+
+def csv_line(cells: list[str], delimiter: str = ",") -> str:
     """Return a line of CSV, without its line end."""
     text = io.StringIO()
-    csv.writer(text, lineterminator="").writerow(cells)
+    csv.writer(text, lineterminator="", delimiter=delimiter).writerow(cells)
     return text.getvalue()
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from tailavg.core.rules import WindowRule
 from tailavg.numpy import TailAverage
 from tailavg.numpy.arithmetic import Array
+from tailavg.numpy.average import NanPolicy
 
 LARGEST = 1e300
 """Values beyond are drawn here: a picture of all floats would overflow."""
@@ -147,9 +148,15 @@ class Track:
     """The samples of a column of a run, and their averages."""
 
     def __init__(
-        self, rules: Sequence[WindowRule], most: int, log: bool, band: bool, after: int = 0
+        self,
+        rules: Sequence[WindowRule],
+        most: int,
+        log: bool,
+        band: bool,
+        after: int = 0,
+        nan: NanPolicy = "propagate",
     ) -> None:
-        self.averages = [TailAverage(rule) for rule in rules]
+        self.averages = [TailAverage(rule, nan_policy=nan) for rule in rules]
         self.count = 0
         self._after = after  # only later rows are drawn
         self._grid = Grid(most, log)
@@ -190,7 +197,7 @@ class Track:
                 found[start:stop] = average.scan(ys[start:stop])
             if stop in stops and self.count + stop > self._after:
                 values = averages[:, stop - 1].tolist()
-                errors = [average.standard_error() for average in self.averages]
+                errors = [_standard_error(average) for average in self.averages]
                 self._noted.append((self.count + stop, float(xs[stop - 1]), values, errors))
         return averages
 
@@ -210,9 +217,9 @@ class Track:
         bins = [Bins(end, first, last, *curve) for curve in zip(low, high, rising, strict=True)]
         lines = [Line(-1, bins[0], None, self._last, math.nan)]
         for i, average in enumerate(self.averages):
-            now, error, band = average.value(), math.nan, None
+            now, error, band = average.value() if average.count else math.nan, math.nan, None
             if self._banded is not None:
-                error = average.standard_error()
+                error = _standard_error(average)
                 band = self._band(i, now, error)
             lines.append(Line(i, bins[i + 1], band, now, error))
         return lines
@@ -229,3 +236,8 @@ class Track:
         spread[1:][np.diff(x) < 0] = np.nan  # x goes back
         low, high = ((value + sign * spread).clip(-LARGEST, LARGEST) for sign in (-1, 1))
         return Band(x, low, high)
+
+
+def _standard_error(average: TailAverage) -> float:
+    """Return the standard error of an average; NaN before its first sample."""
+    return average.standard_error() if average.count else math.nan

@@ -1,14 +1,16 @@
-"""The input of `stream` and `plot`: plain numbers, CSV or JSON lines.
+"""The lines that `stream` and `plot` read: plain numbers, CSV, JSON lines or other text.
 
 `Rows` goes through the blocks of an input. For each kind of input there is a class: its `take`
 reads a block of many lines at once and gives up at any odd line; its `parse` reads a single line
-and says what is wrong with it.
+and says what is wrong with it. A line may lack a number: an empty cell, a field that is absent or
+null, a text without a match. A line that lacks them all is passed over, and counted.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
@@ -17,21 +19,40 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import typer
 
-from tailavg.cli.cells import Array, BlockReader, csv_line, decode, parse_number, split_cells
+from tailavg.cli.cells import (
+    BLANKS,
+    Array,
+    BlockReader,
+    csv_line,
+    decode,
+    guess_delimiter,
+    parse_number,
+    split_cells,
+)
 from tailavg.cli.common import fail
 
 MANY = 30  # from this many lines on, arrays are faster
+
+# a number after its name, as in loss=0.5, loss: 0.5 or "loss": 0.5
+_NUMBER = r"[-+]?(?:(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|(?:nan|inf(?:inity)?)\b)"
+_NAMED = rf"(?<![\w./-])['\"]?{{}}['\"]?\s*[=:]\s*['\"]?((?i:{_NUMBER}))"
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # and styles, as terminals show them
+
 NEAREST = 10
 """How many columns are named when one is missing."""
 
 _SCAN: Any = json.JSONDecoder().scan_once  # type: ignore[attr-defined]  # what raw_decode calls
 
 
+Block = tuple[Array, list[str], Array | None]
+"""The numbers of rows, their keys if there are any, and which numbers the rows lack, if any."""
+
+
 class Row(NamedTuple):
     """A parsed line of the input."""
 
     line: str
-    numbers: list[float]
+    numbers: list[float | None]  # None: the line lacks this number
     key: str
     fields: Any  # of CSV the cells, of JSON the object
 
@@ -46,6 +67,9 @@ class PlainInput:
 
     columns: list[str]
     by: str | None
+    delimiter: str = ","
+    """The character between cells, here and in CSV that is written; "" until the header is read."""
+    has_axis: bool = False  # the first column is where to draw the others
     names: list[str] = field(default_factory=list)  # of all columns, once known
     suffixes: list[str] = field(default_factory=lambda: [""])  # one for each average of a column
     reader: BlockReader = field(default_factory=BlockReader)
@@ -74,9 +98,16 @@ class PlainInput:
         except ValueError as error:
             if line.lstrip().startswith("{"):
                 raise ValueError(f"{error}, or --field NAME for JSON lines") from None
-            if "," in line:
+            if "=" in line or ":" in line:
+                raise ValueError(f"{error}, or --match NAME for text like NAME=0.5") from None
+            if "," in line or "\t" in line:
                 raise ValueError(f"{error}, or --column NAME for CSV") from None
             raise
+
+    def lacks(self, numbers: list[float | None]) -> bool:
+        """Return whether a line has nothing to average, or no place to draw it."""
+        lacks_place = self.has_axis and numbers[0] is None
+        return lacks_place or all(number is None for number in numbers[self.has_axis :])
 
     def head(self, line: str) -> str:
         """Return a line of the output that the input `carries`, up to where averages are added."""
@@ -88,21 +119,32 @@ class PlainInput:
         for name, cell in zip(self.names, row.fields, strict=True):
             fields.setdefault(name, cell)  # of columns of one name, the first
         for name, number in zip(self.columns, row.numbers, strict=True):
-            fields[name] = number if math.isfinite(number) else None  # JSON has no NaN
+            finite = number is not None and math.isfinite(number)
+            fields[name] = number if finite else None  # JSON has no NaN
         return json.dumps(fields, ensure_ascii=False)[:-1]
 
     def check_names(self) -> None:
         """Fail if a column is missing, or the name of an average is taken."""
         for name in [*self.columns, *([] if self.by is None else [self.by])]:
-            if name not in self.names:
+            if self.place(name) is None:
                 fail(f"no column {short(name)} in the header; {nearest(name, self.names)}")
         for name in self.averages:
             if name in self.names:
                 fail(f"the input already has a column {name!r}, the name of the average; rename it")
 
+    def place(self, name: str) -> int | None:
+        """Return the index of a column that is given by its name or its number, if there is one."""
+        if name in self.names:
+            return self.names.index(name)
+        is_number = name.isdecimal() and 1 <= int(name) <= len(self.names)
+        return int(name) - 1 if is_number else None
+
 
 class CsvInput(PlainInput):
-    """CSV with a header. One row per line: a quoted cell may hold commas, but no line ends."""
+    """CSV. One row per line: a quoted cell may hold commas, but no line ends.
+
+    The first line is the header, unless columns are given by number and have numbers there.
+    """
 
     kind = "csv"
 
@@ -114,37 +156,78 @@ class CsvInput(PlainInput):
     def take_header(self, block: bytes) -> bytes:
         """Return the block without its header, which may be missing when resuming from a state."""
         line, _, rows = block.partition(b"\n")
+        wanted = [*self.columns, *([] if self.by is None else [self.by])]
+        self.delimiter = self.delimiter or guess_delimiter(decode(line), wanted)
         try:
-            names = [name.strip() for name in split_cells(decode(line))]
+            names = [name.strip() for name in split_cells(decode(line), self.delimiter)]
         except ValueError as error:
             fail(f"line 1, the header: {error}")
         if self.names:
             return rows if names == self.names else block
-        self.names = names
+        numbered = [str(place) for place in range(1, len(names) + 1)]
+        no_header = {*wanted} <= {*numbered} and all(
+            _is_number(names[int(name) - 1]) for name in self.columns
+        )
+        self.names = numbered if no_header else names
         self.check_names()
-        return rows
+        return block if no_header else rows
 
     def take(self, block: bytes) -> tuple[Array, list[str]]:
         """See `PlainInput`."""
-        return self.reader.table(block, len(self.names), self._places, self._key_place)
+        width = len(self.names)
+        return self.reader.table(block, width, self._places, self._key_place, self.delimiter)
 
     def parse(self, line: str) -> Row:
         """Parse a line; raise a ValueError that says what is wrong with it."""
-        cells = split_cells(line)
+        cells = split_cells(line, self.delimiter)
         if len(cells) != len(self.names):
             raise ValueError(f"expected {len(self.names)} cells, got {len(cells)}")
-        pairs = zip(self._places, self.columns, strict=True)
-        numbers = [parse_number(cells[i], f"a number in column {name!r}") for i, name in pairs]
+        numbers: list[float | None] = [
+            parse_number(cells[place], f"a number in column {name!r}")
+            if cells[place].strip()
+            else None
+            for place, name in zip(self._places, self.columns, strict=True)
+        ]
         return Row(line, numbers, "" if self._key_place is None else cells[self._key_place], cells)
 
     @cached_property
     def _places(self) -> list[int]:
         """The indices of the averaged columns."""
-        return [self.names.index(name) for name in self.columns]
+        return [place for name in self.columns if (place := self.place(name)) is not None]
 
     @cached_property
     def _key_place(self) -> int | None:
-        return None if self.by is None else self.names.index(self.by)
+        return None if self.by is None else self.place(self.by)
+
+
+class TextInput(CsvInput):
+    """Lines of any text: the numbers that patterns find in them. They are written as CSV."""
+
+    kind = "text"
+
+    def __init__(self, columns: list[str], patterns: list[re.Pattern[str]]) -> None:
+        super().__init__(columns, None)
+        self.patterns = patterns
+
+    def take_header(self, block: bytes) -> bytes:
+        """Return the block unchanged: there is no header."""
+        self.names = self.columns
+        return block
+
+    def take(self, block: bytes) -> tuple[Array, list[str]]:
+        """Raise a ValueError: lines are searched one by one."""
+        raise ValueError("expected numbers")
+
+    def parse(self, line: str) -> Row:
+        """Find the numbers of a line; raise a ValueError if what is found is not a number."""
+        line = _COLOURS.sub("", line)
+        matches = [pattern.search(line) for pattern in self.patterns]
+        cells = [match[1] or "" if match else "" for match in matches]
+        numbers = [
+            parse_number(cell, f"a number, got {short(cell)}") if match else None
+            for match, cell in zip(matches, cells, strict=True)
+        ]
+        return Row(",".join(cells), numbers, "", cells)
 
 
 class JsonInput(CsvInput):
@@ -157,9 +240,12 @@ class JsonInput(CsvInput):
         """Return the block unchanged: the first row names the columns."""
         return block
 
+    def check_names(self) -> None:
+        """Do nothing: each row has its own fields, and `parse` checks them."""
+
     def take(self, block: bytes) -> tuple[Array, list[str]]:
         """See `PlainInput`. Objects are not kept: reusing their memory is faster."""
-        numbers: list[float] = []
+        numbers: list[float | None] = []
         keys: list[str] = []
         try:
             for line in decode(block).split("\n")[:-1]:
@@ -167,11 +253,13 @@ class JsonInput(CsvInput):
                 if end != len(line):
                     raise ValueError("expected nothing after the object")
                 row, key = self._read(fields)
+                if None in row:
+                    raise ValueError("expected a number in each field")
                 numbers += row
                 keys.append(key)
         except (StopIteration, RecursionError) as error:
             raise ValueError("expected JSON objects") from error
-        rows = np.array(numbers).reshape(-1, len(self.columns))
+        rows = np.array(numbers, np.float64).reshape(-1, len(self.columns))
         return rows, [] if self.by is None else keys
 
     def parse(self, line: str) -> Row:
@@ -183,19 +271,23 @@ class JsonInput(CsvInput):
             raise ValueError(f"expected a JSON object ({error})") from error
         return Row(line, *self._read(fields), fields)
 
-    def _read(self, fields: Any) -> tuple[list[float], str]:
-        """Return the numbers and the key of an object; raise a ValueError if one is missing."""
+    def _read(self, fields: Any) -> tuple[list[float | None], str]:
+        """Return the numbers and the key of an object; raise a ValueError if it is not valid."""
         if fields.__class__ is not dict:
             raise ValueError("expected a JSON object")
-        numbers = []
+        numbers: list[float | None] = []
         for name in self.columns:
             number = fields.get(name)
-            if number.__class__ is not float:
-                number = _as_float(fields, name)
+            if number.__class__ is not float and number is not None:
+                number = _as_float(number, name)
             numbers.append(number)
+        if self.lacks(numbers):
+            return numbers, ""
         key: Any = ""
         if self.by is not None:
-            key = _field(fields, self.by)
+            if self.by not in fields:
+                raise ValueError(f"expected a field {self.by!r}, got {list(fields)[:20]}")
+            key = fields[self.by]
             if key.__class__ is not str:
                 key = json.dumps(key)
         if not fields.keys().isdisjoint(self._taken):
@@ -223,15 +315,24 @@ class JsonInput(CsvInput):
 class Rows:
     """The rows of an input, and how far it has been read."""
 
-    def __init__(self, source: PlainInput, skip_bad: bool, refuse_nan: bool = False) -> None:
+    def __init__(
+        self,
+        source: PlainInput,
+        skip_bad: bool,
+        refuse_nan: bool = False,
+        need_all: bool = False,
+    ) -> None:
         self.source = source
         self.skip_bad = skip_bad
         self.refuse_nan = refuse_nan  # a row with a NaN is bad
+        self.need_all = need_all  # a row that lacks some of its numbers is bad
         self.lines = 0  # read so far
         self.opened = False  # whether any input has been read
         self.good = 0  # rows with numbers
         self.bad = 0  # skipped rows
         self.first_bad = ""
+        self.empty = 0  # lines without a number
+        self.first_empty = ""
         self.error = ""  # why reading cannot go on
 
     def body(self, block: bytes) -> bytes:
@@ -266,8 +367,11 @@ class Rows:
                 continue
             try:
                 row = parse(line)
-                if self.refuse_nan and any(map(math.isnan, row.numbers)):
-                    raise ValueError("expected no NaN, because of --nan raise")
+                if self.source.lacks(row.numbers):
+                    self.empty += 1
+                    self.first_empty = self.first_empty or f"line {self.lines}: {short(line)}"
+                    continue
+                self._check(row.numbers)
                 rows.append(row)
             except ValueError as error:
                 message = f"line {self.lines}: {short(line)}: {error}"
@@ -279,29 +383,105 @@ class Rows:
         self.good += len(rows)
         return rows
 
+    def _check(self, numbers: list[float | None]) -> None:
+        if self.need_all and None in numbers:
+            raise ValueError("expected a number in each column, because of --every")
+        if self.refuse_nan and any(map(math.isnan, filter(None, numbers))):
+            raise ValueError("expected no NaN, because of --nan raise")
+
     def arrays(self, rows: list[Row]) -> tuple[Array, list[str]]:
-        """Return rows in the form of `take`."""
+        """Return rows in the form of `take`, with NaN for what a row lacks."""
         keys = [] if self.source.by is None else [row.key for row in rows]
-        return np.array([row.numbers for row in rows]), keys
+        return np.array([row.numbers for row in rows], np.float64), keys
 
-    def skipped(self) -> str:
-        """Say how many rows were skipped, and why the first one was."""
-        rows = "1 row" if self.bad == 1 else f"{self.bad} rows"
-        if not self.good:
-            return f"skipped every row, {rows}: none could be read; the first is {self.first_bad}"
-        return f"skipped {rows}, the first is {self.first_bad}"
+    def block(self, block: bytes) -> Block:
+        """Return the numbers and keys of a block, and which numbers its rows lack, if any."""
+        if has_many_lines(block) and (taken := self.take(block)):
+            return *taken, None
+        rows = self.parse(block)
+        lacking = np.array([[number is None for number in row.numbers] for row in rows])
+        return *self.arrays(rows), lacking if lacking.any() else None
+
+    def notes(self) -> list[str]:
+        """Say how many lines were skipped or passed over, and which was the first."""
+        notes = []
+        if self.bad:
+            rows = "1 row" if self.bad == 1 else f"{self.bad} rows"
+            skipped = f"skipped {rows}, the first is {self.first_bad}"
+            if not (self.good or self.empty):
+                skipped = (
+                    f"skipped every row, {rows}: none could be read; the first is {self.first_bad}"
+                )
+            notes.append(skipped)
+        if self.empty:
+            lines = "1 line" if self.empty == 1 else f"{self.empty} lines"
+            names = " or ".join(map(repr, self.source.columns[self.source.has_axis :]))
+            passed = f"passed over {lines} without {names}"
+            if not self.good:
+                passed = f"no line has a number for {names}; the first is {self.first_empty}"
+            notes.append(passed)
+        return notes
 
 
-def choose_input(columns: list[str] | None, fields: list[str] | None, by: str | None) -> PlainInput:
-    """Return the kind of input that --column, --field and --by ask for."""
-    if columns and fields:
+def choose_input(
+    columns: list[str] | None,
+    fields: list[str] | None,
+    by: str | None,
+    match: list[str] | None = None,
+    regex: str | None = None,
+    delimiter: str | None = None,
+    axis: str | None = None,
+) -> PlainInput:
+    """Return the kind of input that the options ask for.
+
+    `axis` is the column where the others are drawn.
+    """
+    given = {"--column": columns, "--field": fields, "--match": match, "--regex": regex}
+    several = [option for option, value in given.items() if value]
+    if len(several) > 1:
         raise typer.BadParameter(
-            "--column reads CSV, --field reads JSON lines: use only one of them"
+            f"{' and '.join(several)} read different kinds of input: use only one of them"
         )
     if by is not None and not (columns or fields):
         raise typer.BadParameter("--by needs --column or --field")
-    kind = CsvInput if columns else JsonInput if fields else PlainInput
-    return kind(list(dict.fromkeys(columns or fields or ["value"])), by)
+    if delimiter is not None and not columns:
+        raise typer.BadParameter("--delimiter needs --column")
+    names = list(dict.fromkeys(columns or fields or match or ["value"]))
+    names = names if axis is None else [axis, *names]
+    has_axis = axis is not None
+    if regex is not None:
+        source: PlainInput = TextInput(names, [_pattern(regex)])
+    elif match:
+        source = TextInput(names, [re.compile(_NAMED.format(re.escape(name))) for name in names])
+    elif columns:
+        source = CsvInput(names, by, "" if delimiter is None else _parse_delimiter(delimiter))
+    else:
+        source = JsonInput(names, by) if fields else PlainInput(names, by)
+    source.has_axis = has_axis
+    return source
+
+
+def _pattern(regex: str) -> re.Pattern[str]:
+    """Compile a pattern, and check that it has one group."""
+    try:
+        pattern = re.compile(regex)
+    except re.error as error:
+        raise typer.BadParameter(f"--regex: {error}: {regex!r}") from error
+    if pattern.groups != 1:
+        raise typer.BadParameter(
+            f"--regex: expected a pattern with one group, such as 'loss (\\S+)', got "
+            f"{pattern.groups} groups in {regex!r}"
+        )
+    return pattern
+
+
+def _parse_delimiter(text: str) -> str:
+    delimiter = {"tab": "\t", "\\t": "\t", "space": BLANKS}.get(text, text)
+    if len(delimiter) != 1 or delimiter in '"\r\n':
+        raise typer.BadParameter(
+            f"--delimiter: expected one character, or tab or space, got {text!r}"
+        )
+    return delimiter
 
 
 def has_many_lines(block: bytes) -> bool:
@@ -324,15 +504,16 @@ def nearest(name: str, names: list[str]) -> str:
     return f"{intro}: {', '.join(clipped)}"
 
 
-def _field(fields: dict[str, Any], name: str) -> Any:
-    if name not in fields:
-        raise ValueError(f"expected a field {name!r}, got {list(fields)[:20]}")
-    return fields[name]
+def _is_number(text: str) -> bool:
+    try:
+        parse_number(text)
+    except ValueError:
+        return False
+    return True
 
 
-def _as_float(fields: dict[str, Any], name: str) -> float:
-    """Return the number in a field."""
-    number = _field(fields, name)
+def _as_float(number: Any, name: str) -> float:
+    """Return a number of JSON as a float."""
     if not isinstance(number, int | float) or isinstance(number, bool):
         got = json.dumps(number)[:60]
         raise ValueError(f"expected a number in field {name!r}, got {got}")

@@ -19,8 +19,21 @@ DEFAULT_WINDOW = "0.25"
 WINDOWS = typer.Option(help="Several windows at once, such as 0.1,0.25,100; replaces --window.")
 AT_MOST = typer.Option(help="The largest window that a fraction grows to.")
 METHOD = typer.Option(metavar="METHOD", help="How to average: anytime, exponential or exact.")
-COLUMN = typer.Option("--column", "-c", help="Read this column of CSV with a header.")
+COLUMN = typer.Option(
+    "--column", "-c", help="Read this column of CSV: a name in the header, or a number from 1."
+)
 FIELD = typer.Option("--field", "-f", help="Read this field of JSON lines.")
+MATCH = typer.Option(
+    "--match", "-m", help="Read the number after this name, as in loss=0.5 or 'loss': 0.5."
+)
+REGEX = typer.Option("--regex", help="Read the number in the group of this regular expression.")
+DELIMITER = typer.Option(
+    "--delimiter", help="Between columns: one character, tab or space; by default guessed."
+)
+NAN = typer.Option(
+    metavar="POLICY",
+    help="What to do with a NaN: propagate (it enters the averages), omit or raise.",
+)
 BY = typer.Option(help="Keep one average for each value of this column or field.")
 SKIP_BAD = typer.Option("--skip-bad", help="Skip rows that cannot be read, and report how many.")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import monotonic
@@ -17,14 +18,15 @@ from tailavg.cli.blocks import Blocks
 from tailavg.cli.charts import Chart, Panel, printable, styled
 from tailavg.cli.common import fail, say
 from tailavg.cli.curves import Track
-from tailavg.cli.events import has_events, read_events
-from tailavg.cli.lines import Rows, choose_input, has_many_lines
+from tailavg.cli.lines import Block, Rows, choose_input
 from tailavg.cli.options import Method, parse_rule, parse_windows
 from tailavg.cli.page import page
 from tailavg.cli.pictures import check, draw, write
+from tailavg.cli.records import STEP, has_records, record_lines
 from tailavg.cli.signals import WAITING, Act
 from tailavg.core.windows import Growing, Window
 from tailavg.numpy.arithmetic import Array
+from tailavg.numpy.average import NanPolicy
 from tailavg.numpy.keyed import part_of
 
 ACCUMULATORS = 12  # for each window: closer to it, and enough for a standard error
@@ -44,11 +46,14 @@ def plot(
     windows: Annotated[str | None, options.WINDOWS] = None,
     column: Annotated[list[str] | None, options.COLUMN] = None,
     fields: Annotated[list[str] | None, options.FIELD] = None,
+    match: Annotated[list[str] | None, options.MATCH] = None,
+    regex: Annotated[str | None, options.REGEX] = None,
+    delimiter: Annotated[str | None, options.DELIMITER] = None,
     by: Annotated[str | None, options.BY] = None,
     x: Annotated[
         str | None,
         typer.Option(
-            help="The column or field of the horizontal axis; otherwise rows are counted."
+            help="The column, field or name of the horizontal axis; otherwise rows are counted."
         ),
     ] = None,
     method: Annotated[Method, options.METHOD] = Method.anytime,
@@ -69,7 +74,7 @@ def plot(
     ] = True,
     after: Annotated[
         int,
-        typer.Option(min=0, help="Draw only what comes after so many rows; all are averaged."),
+        typer.Option(min=0, help="Draw only what comes after this many numbers; average all."),
     ] = 0,
     title: Annotated[str | None, typer.Option(help="The title of the chart.")] = None,
     output: Annotated[
@@ -83,14 +88,16 @@ def plot(
     live: Annotated[
         bool, typer.Option("--live", help="Redraw in the terminal while rows arrive.")
     ] = False,
+    nan: Annotated[NanPolicy, options.NAN] = "propagate",
     skip_bad: Annotated[bool, options.SKIP_BAD] = False,
 ) -> None:
     """Draw curves and their tail averages.
 
-    Reads what `tailavg stream` reads: one number per line, CSV (--column) or
-    JSON lines (--field), of any length, in little memory; and TensorBoard's
-    event files or their folders (--column is then a tag). Several columns are
-    drawn below one another. The window is 0.25 unless one is given.
+    Reads what `tailavg stream` reads, of any length, in little memory: one
+    number per line, CSV (--column), JSON lines (--field), other text (--match,
+    --regex), trainer_state.json, and TensorBoard's event files or their folders
+    (--column is then a tag). Several columns are drawn below one another. The
+    window is 0.25 unless one is given.
 
     Examples: tailavg plot train.csv --column loss --windows 0.1,1000 -o loss.svg
 
@@ -102,28 +109,32 @@ def plot(
     if accumulators is None and method is Method.anytime:
         accumulators = ACCUMULATORS
     rules = [parse_rule(each, method, accumulators) for each in parsed]
-    names = choose_input(column, fields, by).columns
     inputs = files or ["-"]
-    has_steps = any(map(has_events, inputs))
+    logs = list(map(has_records, inputs))
+    tags = [*(column or ()), *(fields or ())]
+    if any(logs) and not tags:
+        record_lines(inputs[logs.index(True)], None)  # fails, and names the tags
+    text_input = partial(choose_input, column, fields, by, match, regex, delimiter)
+    log_input = partial(choose_input, None, tags, by, match, regex, delimiter)
+    names = tags or text_input().columns
     if live and output is not None:
         raise typer.BadParameter("--live draws in the terminal: use it without --output")
-    if x is not None and not (column or fields):
-        raise typer.BadParameter("--x needs --column or --field")
+    if x is not None and not (column or fields or match):
+        raise typer.BadParameter("--x needs --column, --field or --match")
     if x in names:
         raise typer.BadParameter(f"--x: expected another column than those to draw, got {x!r}")
     if len(names) > PANELS:
         raise typer.BadParameter(f"expected at most {PANELS} columns to draw, got {len(names)}")
-    if has_steps and (not column or by is not None or x is not None):
-        raise typer.BadParameter(
-            "choose a tag of event files with --column; --by and --x do not apply to them"
-        )
     if output is not None:
         check(output, "--output", "html")
     bins = BINS if output is None else DETAIL.get(output.suffix.lower(), BINS)
     banded = band and method is Method.anytime
     titles = [window_title(each) for each in parsed]
-    curves = Curves(names, x, titles, raw, partial(Track, rules, bins, log_x, banded, after))
-    counted = "step" if has_steps else "row" if column or fields else "sample"
+    track = partial(
+        Track, rules, bins, log_x, banded, after, nan="omit" if nan == "omit" else "propagate"
+    )
+    curves = Curves(names, titles, raw, track)
+    counted = STEP if any(logs) else "row" if column or fields else "sample"
     chart = Chart(
         title=printable(_title(files or []) if title is None else title),
         x_name=printable(x or "") or counted,
@@ -132,20 +143,17 @@ def plot(
     )
     screen = Screen(chart, curves) if output is None else None
     with screen.live() if screen and live else nullcontext():
-        for file, label in zip(inputs, _labels(inputs), strict=True):
-            if has_events(file):
-                curves.take_events(label, file)
-                continue
-            columns = names if x is None else [x, *names]
-            source = choose_input(column and columns, fields and columns, by)
+        for file, is_log, label in zip(inputs, logs, _labels(inputs), strict=True):
+            axis = STEP if is_log and x is None else x
+            source = (log_input if is_log else text_input)(axis=axis)
             source.suffixes = []  # no column is added, so that none is taken
-            rows = Rows(source, skip_bad)
-            for numbers, keys in _read(file, rows, REDRAWN if live else None):
-                curves.take(label, numbers, keys)
+            rows = Rows(source, skip_bad, refuse_nan=nan == "raise")
+            for block in _read(file, is_log, rows, REDRAWN if live else None):
+                curves.take(label, *block, has_axis=axis is not None)
                 if screen and live:
                     screen.redraw()
-            if rows.bad:
-                say(f"{_name(file)}: {rows.skipped()}" if files else rows.skipped())
+            for note in rows.notes():
+                say(f"{_name(file)}: {note}" if files else note)
             if rows.error:
                 fail(f"{_name(file)}: {rows.error}")
             if signals.arrived() is not None:
@@ -199,19 +207,19 @@ def _labels(files: list[str]) -> list[str]:
     ]
 
 
-def _read(file: str, rows: Rows, pause: float | None) -> Iterator[tuple[Array, list[str]]]:
-    """Yield the numbers and keys of each block of a file; none in a pause."""
+def _read(file: str, is_log: bool, rows: Rows, pause: float | None) -> Iterator[Block]:
+    """Yield the numbers, keys and gaps of each block of a file; none in a pause."""
     signals.act(Act.stop)
-    blocks = Blocks(file, pause)
+    source = rows.source
+    if is_log:
+        yield rows.block(rows.body(record_lines(file, source.columns[1:])))
+        return
+    blocks = Blocks(file, pause, text=source.kind == "text")
     try:
         signals.act(WAITING)
         for block in blocks:
             signals.act(Act.note)
-            body = rows.body(block) if block else b""
-            taken = rows.take(body) if has_many_lines(body) else None
-            if taken is None:
-                taken = rows.arrays(rows.parse(body))
-            yield taken
+            yield rows.block(rows.body(block) if block else b"")
             if rows.error:
                 break
             signals.act(WAITING)
@@ -222,63 +230,66 @@ def _read(file: str, rows: Rows, pause: float | None) -> Iterator[tuple[Array, l
         blocks.close()
 
 
+@dataclass
+class Run:
+    """The tracks of a file or a key, one for each column, and how many rows they come from."""
+
+    tracks: list[Track]
+    rows: int = 0
+
+
 class Curves:
-    """The tracks of all runs: of each file and key, one for each column."""
+    """All runs: of each file and key."""
 
     def __init__(
-        self,
-        names: list[str],
-        x: str | None,
-        windows: list[str],
-        raw: bool,
-        new_track: Callable[[], Track],
+        self, names: list[str], windows: list[str], raw: bool, new_track: Callable[[], Track]
     ) -> None:
-        self.names, self._x, self._windows, self._raw = names, x, windows, raw
+        self.names, self._windows, self._raw = names, windows, raw
         self._new_track = new_track
-        self.runs: dict[tuple[str, str], list[Track]] = {}
-
-    def take_events(self, label: str, file: str) -> None:
-        """Take all of an event file; each of its columns has steps of its own."""
-        curves = read_events(file, self.names)
-        for track, (steps, values) in zip(self._tracks(label, ""), curves, strict=True):
-            track.take(steps, values)
+        self.runs: dict[tuple[str, str], Run] = {}
 
     @np.errstate(all="ignore")
-    def take(self, file: str, numbers: Array, keys: list[str]) -> None:
-        """Take rows of a file; with keys, each for its own run."""
+    def take(
+        self, file: str, numbers: Array, keys: list[str], lacking: Array | None, has_axis: bool
+    ) -> None:
+        """Take rows of a file; with keys, each for its own run.
+
+        `lacking` tells which numbers the rows lack, if they lack any.
+        """
         if not len(numbers):
             return
+        present = np.ones(numbers.shape, np.bool_) if lacking is None else ~lacking
         if not keys:
-            self._extend(self._tracks(file, ""), numbers)
+            self._extend(self._run(file, ""), numbers, present, has_axis)
             return
         codes, names, _ = part_of(keys, numbers[:, 0])
         for code, key in enumerate(names):
-            self._extend(self._tracks(file, str(key)), numbers[codes == code])
+            mine = codes == code
+            self._extend(self._run(file, str(key)), numbers[mine], present[mine], has_axis)
 
-    def _extend(self, tracks: list[Track], numbers: Array) -> None:
-        if self._x is None:
-            xs: Array = tracks[0].count + np.arange(1.0, len(numbers) + 1)
-        else:
-            xs, numbers = numbers[:, 0], numbers[:, 1:]
-        for track, ys in zip(tracks, numbers.T, strict=True):
-            track.take(xs, ys)
+    def _extend(self, run: Run, numbers: Array, present: Array, has_axis: bool) -> None:
+        xs = numbers[:, 0] if has_axis else run.rows + np.arange(1.0, len(numbers) + 1)
+        run.rows += len(numbers)
+        first = int(has_axis)
+        for track, ys, there in zip(run.tracks, numbers.T[first:], present.T[first:], strict=True):
+            track.take(*((xs, ys) if there.all() else (xs[there], ys[there])))
 
-    def _tracks(self, file: str, key: str) -> list[Track]:
-        tracks = self.runs.get((file, key))
-        if tracks is None:
+    def _run(self, file: str, key: str) -> Run:
+        run = self.runs.get((file, key))
+        if run is None:
             if len(self.runs) == RUNS:
                 fail(f"expected at most {RUNS} runs to draw, got more; draw fewer")
-            tracks = self.runs[file, key] = [self._new_track() for _ in self.names]
-        return tracks
+            run = self.runs[file, key] = Run([self._new_track() for _ in self.names])
+        return run
 
     def drawn_in(self, chart: Chart) -> Chart:
         """Return the chart, with the curves as they are now."""
         runs = [printable(": ".join(filter(None, run))) or "(no name)" for run in self.runs]
         chart.panels = [Panel(printable(name), []) for name in self.names]
-        for run, tracks in enumerate(self.runs.values()):
-            for panel, track in zip(chart.panels, tracks, strict=True):
+        for number, run in enumerate(self.runs.values()):
+            for panel, track in zip(chart.panels, run.tracks, strict=True):
                 lines = track.lines() if self._raw else track.lines()[1:]
-                panel.lines += [styled(line, run, runs, self._windows) for line in lines]
+                panel.lines += [styled(line, number, runs, self._windows) for line in lines]
         for panel in chart.panels:
             panel.lines.sort(key=lambda line: line.window >= 0)  # averages cover samples
         return chart
@@ -305,7 +316,7 @@ class Screen:
 
     def redraw(self) -> None:
         """Draw anew, if there is something new and the last time is a while ago."""
-        rows = sum(tracks[0].count for tracks in self.curves.runs.values())
+        rows = sum(run.rows for run in self.curves.runs.values())
         if rows != self._rows and monotonic() >= self._due:
             self._live.update(self._picture(), refresh=True)
             self._rows, self._due = rows, monotonic() + REDRAWN

@@ -1,7 +1,7 @@
 """`tailavg stream`: average numbers from a pipe or a file, line by line.
 
-Input is read in blocks of the lines that have arrived: one line if it is slow, thousands if it is
-fast. Many lines of plain numbers are handled as arrays, any others row by row.
+Input is read in blocks of the lines that have arrived: one line if they come slowly, thousands if
+they come fast. Blocks of many lines are averaged as arrays, and others row by row.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from tailavg.cli.cells import Array, csv_line, decode, encode, format_numbers
 from tailavg.cli.common import FAILED, fail, say
 from tailavg.cli.lines import PlainInput, Row, Rows, choose_input, has_many_lines
 from tailavg.cli.options import Method, parse_rule, parse_windows, window_name
+from tailavg.cli.records import has_records, record_lines
 from tailavg.cli.signals import WAITING, Act, Stopped
 from tailavg.core.rules import shared_rules
 from tailavg.core.windows import NEVER, Growing, Window
@@ -51,6 +52,9 @@ def stream(
     windows: Annotated[str | None, options.WINDOWS] = None,
     column: Annotated[list[str] | None, options.COLUMN] = None,
     fields: Annotated[list[str] | None, options.FIELD] = None,
+    match: Annotated[list[str] | None, options.MATCH] = None,
+    regex: Annotated[str | None, options.REGEX] = None,
+    delimiter: Annotated[str | None, options.DELIMITER] = None,
     by: Annotated[str | None, options.BY] = None,
     method: Annotated[Method, options.METHOD] = Method.anytime,
     accumulators: Annotated[
@@ -73,13 +77,7 @@ def stream(
             help="Averages alone, or CSV or JSON lines with the columns of the input.",
         ),
     ] = Format.plain,
-    nan: Annotated[
-        NanPolicy,
-        typer.Option(
-            metavar="POLICY",
-            help="What to do with a NaN: propagate (it enters the averages), omit or raise.",
-        ),
-    ] = "propagate",
+    nan: Annotated[NanPolicy, options.NAN] = "propagate",
     state: Annotated[
         Path | None, typer.Option(help="Resume from this file if it exists, and save to it.")
     ] = None,
@@ -87,11 +85,13 @@ def stream(
 ) -> None:
     """Average numbers as they arrive: one line in, one average out.
 
-    Reads one number per line, CSV with a header (--column) or JSON lines
-    (--field); both options may be repeated. Writes averages with 12
-    significant digits. The window is 0.25 unless one is given.
+    Reads one number per line, CSV (--column), JSON lines (--field) or any text
+    (--match, --regex); --column, --field and --match may be repeated. Also
+    reads trainer_state.json of Hugging Face and TensorBoard's event files.
+    Writes averages with 12 significant digits. The window is 0.25 unless one
+    is given.
 
-    Examples: tail -f train.log | tailavg stream --window 1000
+    Examples: tail -f train.log | tailavg stream --match loss --window 1000
 
     tailavg stream --windows 0.1,0.25,0.5,1.0 --column loss --format csv log.csv
 
@@ -100,7 +100,10 @@ def stream(
     SIGHUP, all with the state saved.
     """
     parsed = parse_windows(window, windows, at_most, options.DEFAULT_WINDOW)
-    source = choose_input(column, fields, by)
+    is_log = has_records(file)
+    if is_log:
+        column, fields = None, [*(column or ()), *(fields or ())]
+    source = choose_input(column, fields, by, match, regex, delimiter)
     if windows is None:
         reads: Reads = [(parse_rule(parsed[0], method, accumulators), None)]
     else:
@@ -112,8 +115,13 @@ def stream(
         raise typer.BadParameter("--every counts all numbers: use it without --nan omit")
     session = Session(reads, source, output_format, every, skip_bad, nan)
     with ExitStack() as stack:
-        blocks = Blocks(file)  # before any other file: see there
-        stack.callback(blocks.close)
+        blocks: Iterable[bytes]
+        if is_log:
+            signals.act(Act.stop)
+            blocks = [record_lines(file, fields)]
+        else:
+            blocks = opened = Blocks(file, text=source.kind == "text")  # before any other file
+            stack.callback(opened.close)
         if state is not None:
             _reserve(state, stack)
             signals.act(Act.stop)
@@ -149,7 +157,7 @@ def _reserve(state: Path, stack: ExitStack) -> None:
         fail(f"{state}: no state can be saved there: {error.strerror}")
 
 
-def _answer(session: Session, blocks: Blocks) -> str | None:
+def _answer(session: Session, blocks: Iterable[bytes]) -> str | None:
     """Answer until the input ends; return what else ended it, "" if the reader has gone."""
     try:
         with np.errstate(all="ignore"):
@@ -185,8 +193,8 @@ def _finish(session: Session, failure: str | None, state: Path | None) -> None:
     saved = "" if state is None else f"; the state so far is in {state}"
     stopped = f"stopped after line {session.lines}{saved}"
     number = signals.arrived()
-    if session.bad:
-        say(session.skipped())
+    for note in session.notes():
+        say(note)
     if session.error:
         fail(f"{session.error}{saved}")
     if failure:
@@ -195,7 +203,7 @@ def _finish(session: Session, failure: str | None, state: Path | None) -> None:
         say(stopped)
     if number is not None:
         raise typer.Exit(128 + number)
-    if session.bad and not session.good:
+    if (session.bad or session.empty) and not session.good:
         raise typer.Exit(FAILED)
 
 
@@ -221,7 +229,7 @@ class Session(Rows):
         skip_bad: bool,
         nan: NanPolicy = "propagate",
     ) -> None:
-        super().__init__(source, skip_bad, refuse_nan=nan == "raise")
+        super().__init__(source, skip_bad, refuse_nan=nan == "raise", need_all=every > 1)
         self.reads, self.format, self.nan = reads, output_format, nan
         self.headed = False  # whether the header was written, now or before a resume
         self.averages = Averages(reads, len(source.columns), every, nan)
@@ -231,7 +239,8 @@ class Session(Rows):
         text = self._answer_rows(self.body(block))
         if self.format is Format.csv and self.source.names and not self.headed:
             self.headed = True
-            header = csv_line([*self.source.names, *self.source.averages])
+            names = [*self.source.names, *self.source.averages]
+            header = csv_line(names, self.source.delimiter)
             text = encode(header) + b"\n" + text
         return text
 
@@ -249,7 +258,7 @@ class Session(Rows):
             lines = compress(decode(block).split("\n")[:-1], answered)
             return self._format(map(self.source.head, lines), averages)
         rows = self.parse(block)
-        if many and rows:
+        if many and rows and not any(None in row.numbers for row in rows):
             averages, answered = self.averages.scan(*self.arrays(rows))
             return self._format(map(self._head, compress(rows, answered)), averages)
         step = self.averages.step
@@ -275,7 +284,7 @@ class Session(Rows):
                 numbers = ["null" if number[-1] in "nf" else number for number in numbers]
             joint, endings = ", ", self._json_ending * len(averages) % tuple(numbers)
         else:
-            joint = "," if self.format is Format.csv else "\t"
+            joint = self.source.delimiter if self.format is Format.csv else "\t"
             endings = format_numbers(averages, joint).decode()
         lines = zip(heads, endings.split("\n"), strict=False)
         return encode("".join([f"{head}{joint}{ending}\n" for head, ending in lines]))
@@ -330,6 +339,7 @@ class Session(Rows):
             raise ValueError("names: expected texts")
         if saved["names"]:
             self.source.names = list(saved["names"])
+            self.source.delimiter = str(saved["delimiter"])[:1]
             self.source.check_names()
         self.headed = bool(saved["headed"])
         for key, averages in map(json.loads, file):
@@ -344,6 +354,7 @@ class Session(Rows):
             "version": STREAM_VERSION,
             "options": self._options(),
             "names": self.source.names,
+            "delimiter": self.source.delimiter,
             "headed": self.headed,
             "keys": len(self.averages),
         }
