@@ -101,7 +101,7 @@ def plot(
 
     Examples: tailavg plot train.csv --column loss --windows 0.1,1000 -o loss.svg
 
-    tail -f train.log | tailavg plot --live
+    tail -f train.log | tailavg plot --match loss --live
 
     After Ctrl-C, what has arrived is drawn, and the exit code is 130.
     """
@@ -134,7 +134,7 @@ def plot(
         Track, rules, bins, log_x, banded, after, nan="omit" if nan == "omit" else "propagate"
     )
     curves = Curves(names, titles, raw, track)
-    counted = STEP if any(logs) else "row" if column or fields else "sample"
+    counted = STEP if any(logs) else "row" if column or fields or match or regex else "sample"
     chart = Chart(
         title=printable(_title(files or []) if title is None else title),
         x_name=printable(x or "") or counted,
