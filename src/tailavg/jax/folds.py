@@ -48,7 +48,7 @@ def fold_if_due(
     large, small = split_leaves(sums, means)
     merge, weight = step.merge, jnp.asarray(step.weight)
     slot, scale = jnp.uint32(step.slot), 1.0 / step.total
-    # joint mean = m + w (own - m), hence joint mean - m = w / (1 - w) (own - joint mean)
+    # joint = mean + w (mean_of_sum - mean), hence joint - mean = w / (1 - w) (mean_of_sum - joint)
     ratio = weight / jnp.where(step.carries, 1.0 - weight, 1.0)
     carry = jnp.where(step.carries, step.carry, 0)
 
@@ -84,7 +84,7 @@ def fold_if_due(
         return means, sums, {name: bundles[name]._replace(means=joint[name]) for name in joint}
 
     # `done` is known only after all sums are read, so the small sums can change in-place.
-    own_means, own_sums, bundles, done = lax.cond(
+    large_means, large_sums, bundles, done = lax.cond(
         step.folds,
         fold,
         lambda means, sums, bundles, _: (means, sums, bundles, jnp.array(False)),
@@ -94,16 +94,16 @@ def fold_if_due(
         {name: [sums[i] for i in group] for name, group in small.items()},
     )
     if merge is not None:
-        own_means, own_sums, bundles = lax.cond(
+        large_means, large_sums, bundles = lax.cond(
             merge.merges & done,
             functools.partial(merged, merge),
             lambda *arrays: arrays,
-            own_means,
-            own_sums,
+            large_means,
+            large_sums,
             bundles,
         )
     sums, means = list(sums), list(means)
-    for i, mean, total in zip(large, own_means, own_sums, strict=True):
+    for i, mean, total in zip(large, large_means, large_sums, strict=True):
         means[i], sums[i] = mean, total
     for i in itertools.chain(*small.values()):
         sums[i] = _zero_if(done, sums[i])
@@ -122,8 +122,8 @@ def _joint(
     `error` is the rounding error of the mean.
     """
     mean = _zero_if(weight >= 1.0, _row(means, slot))
-    own = lax.expand_dims(times(scale, total), (0,))
-    change = times(weight, lax.sub(own, _finite(mean)))
+    mean_of_sum = lax.expand_dims(times(scale, total), (0,))
+    change = times(weight, lax.sub(mean_of_sum, _finite(mean)))
     if error is not None:
         change = lax.add(times(1.0 - weight, lax.expand_dims(error, (0,))), change)
     joint = _placed_like(means, lax.add(change, mean))

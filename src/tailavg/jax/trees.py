@@ -140,10 +140,10 @@ class TreeAverage:
         clock: Any = state.clock
         step, clock = clock.step(self.rule, state.updates)
         sums, means, bundles = fold_if_due(step, sums, means, state.bundles)
-        new = list(leaves)  # leaves that are not averaged pass through
+        new_sums = list(leaves)  # leaves that are not averaged pass through
         for i, (leaf, total) in enumerate(zip(leaves, sums, strict=True)):
             if is_averaged(total):
-                new[i] = lax.add(total, times(step.factor, _widened(leaf, total)))
+                new_sums[i] = lax.add(total, times(step.factor, _widened(leaf, total)))
         # an update with another rule sets the count to the largest integer: the value is then NaN
         is_valid = ~overflowed(state.updates) & (state.rule == _checksum(self.rule))
         updates = jnp.where(is_valid, state.updates + 1, np.iinfo(state.updates.dtype).max)
@@ -152,7 +152,7 @@ class TreeAverage:
             size=jnp.asarray(size_at(self.rule, updates), state.size.dtype),
             rule=state.rule,
             clock=jax.tree.map(lambda new, old: new.astype(old.dtype), clock, state.clock),
-            sums=structure.unflatten(new),
+            sums=structure.unflatten(new_sums),
             means=structure.unflatten(means),
             bundles=bundles,
         )
