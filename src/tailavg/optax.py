@@ -32,15 +32,15 @@ from tailavg.jax.trees import BUNDLE
 _WRAPPERS = (optax.MaskedState, optax.transforms.PartitionState)
 _OBSERVERS = tuple(
     getattr(optax.transforms, name, ()) for name in ("MonitorState", "SnapshotState")
-)  # they leave updates alone; not in every version of optax
+)  # states of transformations that do not change updates; not in every version of optax
 _CHANGERS = {
     "LookaheadState",
     "MechanicState",
     "ScheduleFreeState",
     "SplitRealAndImaginaryState",
-}  # wrappers that change updates or parameters, from optax and optax.contrib
+}  # states of wrappers in optax and optax.contrib that change updates or parameters
 _FLAT = (
-    "; inside optax.flatten the average is one flat vector: put the tail around it, with "
+    "; inside optax.flatten, the average is one flat vector: put the tail outside, as in "
     "with_tail_average(optax.flatten(tx), rule)"
 )
 
@@ -57,7 +57,7 @@ def tail_average(
     bundle: int = BUNDLE,
     offload: Literal["cpu"] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Make a transformation that leaves updates alone and averages the updated parameters.
+    """Make a transformation that averages the updated parameters and does not change updates.
 
     It must come last in its chain, since it cannot see what later transformations change.
     `with_tail_average` puts it last, and `averaged_params` raises if it is elsewhere.
@@ -81,8 +81,8 @@ def tail_average(
     ) -> tuple[Any, TreeState]:
         if params is None:
             raise ValueError(
-                "tail_average: expected the parameters, as in tx.update(updates, state, params), "
-                "got none"
+                "tail_average: the parameters are missing; pass them, as in "
+                "tx.update(updates, state, params)"
             )
         return updates, average.update(state, optax.apply_updates(params, updates))
 
@@ -115,19 +115,20 @@ def averaged_params(
     opt_state: Any, params: Params, window: TreeReading | None = None
 ) -> Params: ...
 def averaged_params(opt_state: Any, params: Any = None, window: TreeReading | None = None) -> Any:
-    """Find the averaged parameters anywhere in the state of an optimizer; may be jitted.
+    """Return the averaged parameters from the state of an optimizer. May be jitted.
 
-    Tails of different parameters, as under `optax.multi_transform`, are merged into one tree.
+    The tail may be anywhere in the state. Tails of different parameters, as under
+    `optax.multi_transform`, are merged into one tree.
 
     Args:
         opt_state: The state of the optimizer, or the part of it that has the tail you want. The
             state of an `nnx.Optimizer` is accepted too.
-        params: The parameters. They give the dtypes of the result, and the values where there is no
-            tail, as under `optax.masked`. Without them, dtypes are those of the accumulators.
-        window: What to read an `AnyTail` with: see `tailavg.jax.value`. It applies to all tails.
+        params: The parameters. The result has their dtypes, and their values where there is no
+            tail, as under `optax.masked`. By default it has the dtypes of the accumulators.
+        window: The window to read every `AnyTail` with, as for `tailavg.jax.value`.
 
     Raises:
-        ValueError: If the state has no tail, a misplaced one, or two of the same parameter.
+        ValueError: If the state has no tail, a misplaced tail, or two tails of one parameter.
     """
     states, params = _tails_and_params(opt_state, params)
     return _assembled(states, params, [weights_of(state, window) for state in states])
@@ -142,7 +143,7 @@ def evaluate_tails(
 ) -> Any:
     """Call a function with the parameters averaged over each window, in one program.
 
-    As `tailavg.jax.evaluate_tails`, with the state of an optimizer, and `params` as for
+    Like `tailavg.jax.evaluate_tails`, but with the state of an optimizer. `params` is as for
     `averaged_params`.
     """
     states, params = _tails_and_params(opt_state, params)
@@ -158,8 +159,8 @@ def _tails_and_params(opt_state: Any, params: Any) -> tuple[list[TreeState], Any
     states = _find_tails(opt_state)
     if not states:
         raise ValueError(
-            "opt_state: expected a state of tail_average in it, got none; "
-            "make the optimizer with with_tail_average(tx, rule)"
+            "opt_state: it contains no state of tail_average; make the optimizer with "
+            "with_tail_average(tx, rule)"
         )
     return states, params
 
@@ -174,14 +175,14 @@ def _assembled(states: list[TreeState], params: Any, weights: list[Weights]) -> 
         return jax.tree.map(_cast, averaged, params)
     if any(map(_is_masked, jax.tree.leaves(averaged, is_leaf=_is_masked))):
         raise ValueError(
-            "params: expected the parameters, since only a part of them has a tail, got none; "
-            "pass them as params"
+            "params: only some of the parameters have a tail; pass params, which gives the values "
+            "of the others"
         )
     return averaged
 
 
 def _find_tails(node: Any) -> list[TreeState]:
-    """Return the states of all tails in a state. Raise if a tail is not last in its chain."""
+    """Return the states of all tails in a state. Raise if a tail is misplaced."""
     if isinstance(node, TreeState):
         return [node]
     if jax.tree_util.all_leaves([node]):
@@ -193,21 +194,21 @@ def _find_tails(node: Any) -> list[TreeState]:
             if tails and not all(map(_only_observes, children[place + 1 :])):
                 raise ValueError(
                     f"opt_state: expected tail_average last in its chain, got it in place "
-                    f"{place + 1} of {len(children)}: what comes after it changes the updates, or "
-                    "has the state of what does, as optax.identity has; so it would average "
+                    f"{place + 1} of {len(children)}: a later transformation changes the updates, "
+                    "or looks like one that does (as optax.identity), so the tail would average "
                     "parameters that never existed; use with_tail_average(tx, rule)"
                 )
     if type(node).__name__ in _CHANGERS and any(tails_of):
         raise ValueError(
-            f"opt_state: expected tail_average around what has a {type(node).__name__}, got it "
-            "inside, where it averages parameters that never existed; use "
-            "with_tail_average(tx, rule) with all of it as tx"
+            f"opt_state: tail_average is inside the transformation with a {type(node).__name__}, "
+            "where it averages parameters that never existed; put it outside, as in "
+            "with_tail_average(tx, rule) with this transformation as tx"
         )
     return [state for tails in tails_of for state in tails]
 
 
 def _only_observes(node: Any) -> bool:
-    """Return whether this is a state of tails and transformations that leave updates alone."""
+    """Return whether the state is of tails or transformations that do not change updates."""
     if isinstance(node, (TreeState, *_OBSERVERS)):
         return True
     children, _ = _children(node)
@@ -216,23 +217,24 @@ def _only_observes(node: Any) -> bool:
 
 
 def _merged(a: Any, b: Any, what: Literal["opt_state", "params"] = "opt_state") -> Any:
-    """Merge two trees with masked parts. Parameters only fill the gaps."""
+    """Merge two trees with masked nodes. Parameters only replace masked nodes."""
     if _is_masked(b):
         return a
     if _is_masked(a):  # copied, since parameters may be donated
         return b if what == "opt_state" else jax.tree.map(jnp.copy, b)
-    (children, structure), (others, other) = _children(a), _children(b)
-    if structure != other:
+    (children_a, structure_a), (children_b, structure_b) = _children(a), _children(b)
+    if structure_a != structure_b:
         raise ValueError(
-            f"{what}: expected the structure of the average, {structure}, got {other}{_FLAT}"
+            f"{what}: expected the structure of the average, {structure_a}, "
+            f"got {structure_b}{_FLAT}"
         )
     if not jax.tree_util.all_leaves([a]):
-        pairs = zip(children, others, strict=True)
-        return structure.unflatten([_merged(*pair, what) for pair in pairs])
+        pairs = zip(children_a, children_b, strict=True)
+        return structure_a.unflatten([_merged(*pair, what) for pair in pairs])
     if what == "opt_state":
         raise ValueError(
-            "opt_state: expected one tail of each parameter, got several; pass the part of the "
-            "state that has the one you want, such as opt_state[-1]"
+            "opt_state: several tails average the same parameter; pass the part of the state with "
+            "the tail you want, such as opt_state[-1]"
         )
     if jnp.shape(a) != jnp.shape(b):
         shapes = f"shape {jnp.shape(a)}, got {jnp.shape(b)}"

@@ -55,27 +55,28 @@ def tail_mean(
     state: TailAverages | None = None,
     numeric_only: bool = False,
 ) -> Any:
-    """Average the tail after each row: a Series for a Series, a DataFrame for a DataFrame.
+    """Return the tail average after each row: a Series for a Series, a DataFrame for a DataFrame.
 
-    Index, names and kinds of columns stay: float32 gives float32, Arrow gives Arrow, `Int64` gives
-    `Float64`; integers and bools become float64. Averages are held in float64 throughout.
+    The result has the index, names and kinds of columns of the data: float32 gives float32, Arrow
+    gives Arrow, `Int64` gives `Float64`. Integers and bools become float64. Averages are computed
+    in float64.
 
     Args:
-        data: A Series, a DataFrame, or what `groupby` makes of them. As from `transform`, the
-            result of groups has the index of the data, and no columns that were grouped by.
-        rule: How many samples are averaged, and how: a number (an int for the last that many, a
-            float in (0, 1] for the last fraction), a window or a rule, as for `TailAverage`.
-        window: The window or `Decay` with which an `AnyTail` is read. Other rules have their own.
+        data: A Series, a DataFrame, or a `groupby` of one. As with `transform`, the result of a
+            `groupby` has the index of the data, without the columns of the keys.
+        rule: How many samples to average, and how: a number (an int n for the last n, a float in
+            (0, 1] for the last fraction), a window or a rule, as for `TailAverage`.
+        window: The window or `Decay` to read an `AnyTail` with. Other rules have their own window.
         by: What to group by: anything that `groupby` takes. Rows with a missing key have a missing
             average.
-        nan_policy: What is done with missing values. `"omit"`, as pandas does in `mean` and `ewm`:
-            such a row is not counted, and has the average as it was. `"propagate"`: an average is
-            missing while its window has a missing value. `"raise"`.
-        state: For data that comes in parts: averages that go on from the last part. Its keys are
-            those of the groups, or names of columns where nothing is grouped; with groups and
-            columns they are (column, key).
-        numeric_only: Leave out the columns of a DataFrame that are not numeric. Otherwise they
-            raise.
+        nan_policy: How to treat missing values. `"omit"` skips them, as `mean` and `ewm` do in
+            pandas: the row is not counted and repeats the previous average. `"propagate"`: an
+            average is missing while its window has a missing value. `"raise"` raises an error.
+        state: For data in several parts: the averages to continue and to update. The keys of the
+            state are the keys of the groups; the names of the columns if nothing is grouped; or
+            (column, key) for a DataFrame with groups.
+        numeric_only: Leave out the columns of a DataFrame that are not numeric. By default they
+            raise an error.
 
     Examples:
         >>> df = pd.DataFrame({"run": ["a", "b", "a", "a"], "loss": [4.0, 9.0, 2.0, 1.0]})
@@ -96,7 +97,7 @@ def tail_mean(
     groups = None
     if isinstance(data, SeriesGroupBy | DataFrameGroupBy):
         if by is not None:
-            raise TypeError("by: expected none, since the data is grouped already, got one")
+            raise TypeError("by: the data is already grouped; leave out by")
         groups = data
     elif not isinstance(data, pd.Series | pd.DataFrame):
         raise TypeError(
@@ -105,7 +106,7 @@ def tail_mean(
     elif by is not None:
         groups = data.groupby(by, sort=False, observed=True)
     if groups is not None:
-        data = groups._obj_with_exclusions  # what is selected, without what is grouped by
+        data = groups._obj_with_exclusions  # the selected columns, without the keys
     is_frame = isinstance(data, pd.DataFrame)
     if is_frame and numeric_only:
         data = data.loc[:, [_is_numeric(column) for _, column in data.items()]]
@@ -119,8 +120,8 @@ def tail_mean(
             )
     if keep and len({column.name for column in columns}) < len(columns):
         raise ValueError(
-            "state: expected columns of different names, to tell their averages apart, got "
-            f"{list(data.columns)}"
+            "state: expected columns of different names, which are the keys of the averages, got "
+            f"{list(data.columns)}; rename them"
         )
     codes, keys = (None, None) if groups is None else _groups(groups, keep)
     parts = [
@@ -137,9 +138,9 @@ def tail_mean(
 
 
 def _groups(groups: Any, keep: bool) -> tuple[Array, Sequence[Any]]:
-    """Return the number of each row's group, -1 if its key is missing; and the keys if needed.
+    """Return the group number of each row, -1 if its key is missing, and the keys of the groups.
 
-    A missing value in a key is None.
+    Unless `keep` is set, numbers serve as keys. A missing value in a key is None.
     """
     codes = groups.ngroup().fillna(-1).to_numpy(np.int64)
     number = int(codes.max(initial=-1)) + 1
@@ -148,12 +149,11 @@ def _groups(groups: Any, keep: bool) -> tuple[Array, Sequence[Any]]:
     index = groups._grouper.result_index
     if len(index) != number:  # `ngroup` does not count groups without rows
         raise ValueError(
-            f"state: expected {number} groups, all that are there, got {len(index)}; pass "
-            "observed=True to groupby"
+            f"state: only {number} of {len(index)} groups have rows; pass observed=True to groupby"
         )
     if index.nlevels == 1:
         return codes, [None if pd.isna(key) else key for key in index.tolist()]
-    keys = [tuple(None if pd.isna(part) else part for part in key) for key in index.tolist()]
+    keys = [tuple(None if pd.isna(x) else x for x in key) for key in index.tolist()]
     return codes, keys
 
 
@@ -173,7 +173,7 @@ def _numbers(column: Any) -> Array:
 
 
 def _like(column: Any, averages: Array) -> Any:
-    """Return averages in an array of the kind that a column has."""
+    """Return averages as an array of the same kind as a column: NumPy, Arrow or masked."""
     dtype = column.dtype
     if isinstance(dtype, np.dtype):
         return averages.astype(dtype, copy=False) if dtype.kind == "f" else averages

@@ -38,24 +38,25 @@ def tail_mean(
     nan_policy: NanPolicy = "omit",
     state: TailAverages | None = None,
 ) -> Data:
-    """Average the tail after each row: an expression, a Series or a DataFrame, as `data` is.
+    """Return the tail average after each row: an expression, a Series or a DataFrame, like `data`.
 
-    Float32 gives Float32; integers and booleans become Float64. Averages are held in Float64.
+    Float32 gives Float32; integers and booleans become Float64. Averages are computed in Float64.
 
     Args:
         data: An expression, a Series or a DataFrame. Expressions work in every engine; `over`
             and `group_by` call them once per group.
-        rule: How many samples are averaged, and how: a number (an int for the last that many, a
-            float in (0, 1] for the last fraction), a window or a rule, as for `TailAverage`.
-        window: The window or `Decay` with which an `AnyTail` is read. Other rules have their own.
-        by: What to group by: names or expressions; for a Series, another one. It gives what `over`
-            gives, much faster if there are many groups. A DataFrame keeps these columns.
-        nan_policy: What is done with a null or NaN. `"omit"`: the row is not counted, and has the
-            average as it was, or null if there is none yet. `"propagate"`: averages are NaN while
-            they have it in their window. `"raise"`.
-        state: For Series and DataFrames that come in parts: averages that go on from the last part.
-            Its keys are those of the groups, or names of columns where nothing is grouped; in a
-            DataFrame with groups they are (column, key).
+        rule: How many samples to average, and how: a number (an int n for the last n, a float in
+            (0, 1] for the last fraction), a window or a rule, as for `TailAverage`.
+        window: The window or `Decay` to read an `AnyTail` with. Other rules have their own window.
+        by: What to group by: names or expressions; for a Series, another Series or a list of them.
+            The result is the same as with `over`, and much faster if there are many groups. A
+            DataFrame keeps the columns that it is grouped by.
+        nan_policy: How to treat nulls and NaNs. `"omit"` skips them: the row is not counted and
+            repeats the previous average, or is null if there is none yet. `"propagate"`: an average
+            is NaN while its window has a null or NaN. `"raise"` raises an error.
+        state: For a Series or DataFrame in several parts: the averages to continue and to update.
+            The keys of the state are the keys of the groups; the names of the columns if nothing is
+            grouped; or (column, key) for a DataFrame with groups.
 
     Examples:
         >>> df = pl.DataFrame({"run": ["a", "b", "a", "a"], "loss": [4.0, 9.0, 2.0, 1.0]})
@@ -68,15 +69,15 @@ def tail_mean(
     if isinstance(data, pl.Expr):
         if keep:
             raise TypeError(
-                "state: expected none with an expression, which polars may run at any time and "
-                "more than once, got one; pass a Series or a DataFrame"
+                "state: an expression takes no state, since polars may run it at any time and more "
+                "than once; pass a Series or a DataFrame"
             )
         return _expression(data, averages, window, by)
     if isinstance(data, pl.Series):
         if isinstance(by, str | pl.Expr):
-            raise TypeError(f"by: expected a Series, or a list of them, got {by!r}")
-        several = isinstance(by, list | tuple) and all(isinstance(key, pl.Series) for key in by)
-        keys = [] if by is None else [pl.Series(key) for key in (by if several else [by])]
+            raise TypeError(f"by: expected a Series or a list of Series, got {by!r}")
+        is_list = isinstance(by, list | tuple) and all(isinstance(key, pl.Series) for key in by)
+        keys = [] if by is None else [pl.Series(key) for key in (by if is_list else [by])]
         return _scan([data], averages, window, _unnamed(keys), keep=keep)[0]
     if isinstance(data, pl.DataFrame):
         keyed = pl.DataFrame() if by is None else data.select(by)
@@ -92,7 +93,7 @@ def _expression(data: pl.Expr, averages: TailAverages, window: Reading | None, b
     def scan(columns: Sequence[pl.Series]) -> pl.Series:
         return _scan(columns[:1], averages, window, _unnamed(columns[1:]), keep=False)[0]
 
-    # a division by 1 makes floats of integers, and keeps Float32: the dtype is known beforehand
+    # dividing by 1 turns integers into floats and keeps Float32, so polars knows the dtype early
     dtype = pl.self_dtype()
     if by is None:
         return (data / 1.0).map_batches(lambda column: scan([column]), dtype, is_elementwise=False)
@@ -110,9 +111,9 @@ def _scan(
     keep: bool,
     name_keys: bool = False,
 ) -> list[pl.Series]:
-    """Return the averages of columns, by the columns of a frame if it has any.
+    """Return the averages of columns, grouped by the columns of `by` if it has any.
 
-    With `name_keys`, the keys of a state are (column, key).
+    With `name_keys`, the keys of the state are (column, key).
     """
     codes, keys = _groups(by, keep) if by.width else (None, None)
     parts = []
@@ -128,7 +129,7 @@ def _scan(
     results = []
     scanned = averages.scan_parts(parts, [window], keep=keep)
     for column, (values,) in zip(columns, scanned, strict=True):
-        # rows before the first sample have no average: if there is one group, the first rows
+        # rows before the first sample have no average: without groups, these come first
         nulls = averages.nan_policy == "omit" and has_nan(values if by.width else values[:1])
         result = pl.Series(column.name, values, nan_to_null=nulls)
         results.append(result.cast(column.dtype) if column.dtype.is_float() else result)
@@ -136,21 +137,27 @@ def _scan(
 
 
 def _groups(by: pl.DataFrame, keep: bool) -> tuple[Array, Sequence[Any]]:
-    """Return the number of each row's group, in order of appearance, and the keys if needed."""
-    if by.width == 1 and (groups := _near(by.to_series())) is not None:
+    """Return the group number of each row, in order of appearance, and the keys of the groups.
+
+    Unless `keep` is set, numbers may serve as keys.
+    """
+    if by.width == 1 and (groups := _groups_of_integers(by.to_series())) is not None:
         return groups
     numbered = _unnamed(list(by)).with_row_index("row")
     first = numbered.select(pl.col("row").first().over(numbered.columns[1:]))["row"].to_numpy()
-    leads = first == np.arange(len(first))
-    codes: Array = (np.cumsum(leads) - 1)[first]
+    is_first = first == np.arange(len(first))
+    codes: Array = (np.cumsum(is_first) - 1)[first]
     if not keep:
-        return codes, range(int(leads.sum()))
-    rows = by.filter(pl.Series(leads)).rows()
+        return codes, range(int(is_first.sum()))
+    rows = by.filter(pl.Series(is_first)).rows()
     return codes, rows if by.width > 1 else [key for (key,) in rows]
 
 
-def _near(key: pl.Series) -> tuple[Array, Sequence[Any]] | None:
-    """Do the same faster for integers that are near each other: all between have a group."""
+def _groups_of_integers(key: pl.Series) -> tuple[Array, Sequence[Any]] | None:
+    """Return groups for integers in a small range, faster than `_groups`; None for other keys.
+
+    Each integer of the range is a group, even without rows.
+    """
     if not (key.dtype.is_integer() and len(key)) or key.null_count():
         return None
     least, most = int(key.min()), int(key.max())  # type: ignore[arg-type]
@@ -160,5 +167,5 @@ def _near(key: pl.Series) -> tuple[Array, Sequence[Any]] | None:
 
 
 def _unnamed(columns: Sequence[pl.Series]) -> pl.DataFrame:
-    """Return a frame of columns whose names may be the same."""
+    """Return a frame of the columns with numbers as names, since their names may be the same."""
     return pl.DataFrame([column.alias(str(i)) for i, column in enumerate(columns)])

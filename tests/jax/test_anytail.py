@@ -227,7 +227,7 @@ def test_windows_that_are_not_allowed_are_refused_where_that_is_known(filled):
     for window in (0, 1.5, "0.3"):
         with pytest.raises((ValueError, TypeError), match="window: expected"):
             average.value(state, window=window)
-    with pytest.raises(TypeError, match="window: expected an array of whole or real numbers"):
+    with pytest.raises(TypeError, match="window: expected an array of integers or floats"):
         average.value(state, window=jnp.array(True))
     assert average.size(state) == 1000
     for method in (average.value, jax.jit(value)):
@@ -266,7 +266,7 @@ def test_a_decay_that_misbehaves_between_the_points_checked_has_weights_that_add
 
 def test_a_tail_that_would_turn_too_often_is_refused():
     average = tail_average(AnyTail(6, 1e-6))
-    with pytest.raises(ValueError, match="rule: expected one whose blocks close at most"):
+    with pytest.raises(ValueError, match=r"rule: the blocks of .* close too often for JAX"):
         average.update(average.init(1.0), 1.0)
 
 

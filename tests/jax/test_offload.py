@@ -166,5 +166,5 @@ def test_a_backend_without_such_memory_is_refused(monkeypatch, jitted):
     monkeypatch.setattr(
         device, "addressable_memories", lambda self: [self.default_memory()], raising=False
     )
-    with pytest.raises(ValueError, match=r"offload: expected a backend .* pinned_host, got \['dev"):
+    with pytest.raises(ValueError, match=r"offload: expected .* pinned_host memory, got \['dev"):
         init(jnp.zeros(3))

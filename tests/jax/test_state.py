@@ -22,11 +22,9 @@ from tests.support.jax_trees import (
 @pytest.mark.parametrize("other", [AnytimeWindow(10, 4), Exponential(10)], ids=short)
 def test_a_state_of_another_rule_is_refused(other):
     state = tail_average(10).init(1.0)
-    with pytest.raises(
-        ValueError, match=r"state: expected one of .*, got a TracedBlocks of another"
-    ):
+    with pytest.raises(ValueError, match=r"state: made with another rule than "):
         tail_average(other).update(state, 1.0)
-    with pytest.raises(ValueError, match=r"state: expected one of Anytime"):
+    with pytest.raises(ValueError, match=r"state: made with another rule than AnytimeWindow"):
         tail_average(10).update(tail_average(Exponential(10)).init(1.0), 1.0)
 
 
@@ -45,12 +43,12 @@ def test_another_rule_with_as_many_accumulators_is_refused(rule, other):
     state = average.init({"w": jnp.zeros(3), "n": 1})
     for i in range(5):
         state = update(state, {"w": jnp.full(3, i, jnp.float32), "n": i})
-    with pytest.raises(ValueError, match=r"state: expected one of .*, got a Traced.* of another"):
+    with pytest.raises(ValueError, match=r"state: made with another rule than "):
         wrong.update(state, {"w": jnp.ones(3), "n": 7})
     refused = jax.jit(wrong.update)(state, {"w": jnp.ones(3), "n": 7})
     for broken in (refused, update(refused, {"w": jnp.full(3, 5.0), "n": 5})):
         assert np.isnan(read(broken)["w"]).all()
-        with pytest.raises(ValueError, match="state: expected one that only the rule it was made"):
+        with pytest.raises(ValueError, match="state: invalid, since another rule has updated it"):
             value(broken)
 
 

@@ -108,7 +108,7 @@ def test_a_block_near_the_last_step_does_not_overflow():
 
 def test_a_fraction_whose_table_would_be_too_long_is_refused():
     average = tail_average(1e-6)
-    with pytest.raises(ValueError, match=r"rule: expected one whose blocks .* larger fraction"):
+    with pytest.raises(ValueError, match=r"rule: the blocks of .* larger fraction"):
         average.update(average.init(1.0), 1.0)
 
 

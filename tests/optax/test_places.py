@@ -134,7 +134,7 @@ def test_a_tail_that_is_not_last_in_its_chain_is_reported_before_any_step(build)
 def test_identity_after_a_tail_is_refused_as_it_has_the_state_of_a_scale():
     state = optax.chain(tail_average(4), optax.identity()).init(start())
     assert state[1] == optax.scale(0.5).init(start())
-    with pytest.raises(ValueError, match=r"or has the state of what does, as optax\.identity has"):
+    with pytest.raises(ValueError, match=r"or looks like one that does \(as optax\.identity\)"):
         averaged_params(state)
 
 
@@ -149,7 +149,7 @@ def test_two_tails_of_the_same_parameters_are_read_one_by_one():
     _, state, history = train(tx, SMALL)
     assert_close(averaged_params(state[1]), expected(history, 4))
     assert_close(averaged_params(state[2]), expected(history, Exponential(0.5)))
-    with pytest.raises(ValueError, match="expected one tail of each parameter, got several"):
+    with pytest.raises(ValueError, match="several tails average the same parameter"):
         averaged_params(state)
 
 
@@ -162,14 +162,14 @@ def test_an_optimizer_with_a_tail_can_be_given_another():
 
 @pytest.mark.parametrize("tx", [optax.adam(0.1), optax.identity(), CLIPPED])
 def test_a_state_without_a_tail_is_refused(tx):
-    with pytest.raises(ValueError, match="expected a state of tail_average in it, got none"):
+    with pytest.raises(ValueError, match="opt_state: it contains no state of tail_average"):
         averaged_params(tx.init(start()), start())
 
 
 def test_updates_without_parameters_are_refused():
     tx = with_tail_average(optax.adam(0.1), 4)
     state = tx.init(start())
-    with pytest.raises(ValueError, match="tail_average: expected the parameters"):
+    with pytest.raises(ValueError, match="tail_average: the parameters are missing"):
         tx.update(start(), state)
 
 
@@ -225,7 +225,7 @@ CHANGERS = {
 @pytest.mark.parametrize("wrap", CHANGERS.values(), ids=CHANGERS)
 def test_a_tail_inside_what_changes_its_updates_is_reported(wrap):
     state = wrap(with_tail_average(optax.sgd(0.1), 4)).init(as_lookahead(start()))
-    with pytest.raises(ValueError, match="expected tail_average around"):
+    with pytest.raises(ValueError, match="tail_average is inside the transformation with a "):
         averaged_params(state)
 
 
@@ -244,7 +244,7 @@ FLAT = {
 @pytest.mark.parametrize(("params", "numbers"), FLAT.values(), ids=FLAT)
 def test_a_tail_inside_flatten_is_reported(params, numbers):
     state = optax.flatten(with_tail_average(optax.sgd(0.1), AnyTail())).init(params)
-    said = "inside optax.flatten the average is one flat vector: put the tail around it"
+    said = "inside optax.flatten, the average is one flat vector: put the tail outside"
     for read in (averaged_params, jax.jit(averaged_params, static_argnames="window")):
         with pytest.raises(ValueError, match=said):
             read(state, params, window=0.5)

@@ -241,7 +241,7 @@ def test_what_is_refused():
     df = frame()
     with pytest.raises(TypeError, match="expected a Series, a DataFrame or groups of one, got nd"):
         tail_mean(np.ones(3), 2)
-    with pytest.raises(TypeError, match="by: expected none"):
+    with pytest.raises(TypeError, match="by: the data is already grouped"):
         tail_mean(df.groupby("run"), 2, by="run")
     with pytest.raises(ValueError, match=r"^AnyTail has no window of its own: pass window=0\.25$"):
         tail_mean(df["loss"], AnyTail())

@@ -222,7 +222,7 @@ def test_what_is_refused():
         tail_mean(df["loss"], 2, by="run")
     with pytest.raises(ValueError, match="as many as samples, 400, got 2"):
         tail_mean(df["loss"], 2, by=pl.Series([1, 2]))
-    with pytest.raises(TypeError, match="state: expected none with an expression"):
+    with pytest.raises(TypeError, match="state: an expression takes no state"):
         tail_mean(pl.col("loss"), 2, state=TailAverages(2, nan_policy="omit"))
     with pytest.raises(ValueError, match="state: expected TailAverages"):
         tail_mean(df["loss"], 2, state=TailAverages(2))

@@ -324,7 +324,7 @@ def test_a_state_of_another_average_is_refused():
     )
     with pytest.raises(
         ValueError,
-        match=r"initial_state: expected averages of x by .*0.25.* got one of 'x' by .*0.5",
+        match=r"initial_state: expected averages of x with .*0.25.* of 'x' with .*0.5",
     ):
         job().from_json(rows, lambda _: [None])
 
@@ -343,7 +343,7 @@ def test_a_state_of_something_else_than_numbers_is_refused(sample):
 
 @pytest.mark.parametrize("state", [b"", b"\2" + b"\0" * 81, b"\1" + b"\0" * 80])
 def test_bytes_that_are_no_state_are_refused(state):
-    with pytest.raises(ValueError, match="state: expected 82 bytes, the first of them 1, got"):
+    with pytest.raises(ValueError, match="corrupt state: expected 82 bytes, starting with 1, got"):
         job().average(tied(table([("a", 1, 1.0)])), lambda _: [state])
 
 
@@ -352,7 +352,9 @@ def test_a_checkpoint_says_what_it_is_of():
     again = Job.from_text(one.text())
     assert again.text() == one.text()
     one.check(job(RULES["windows"], columns=("x", "y"), by=("a", "b"), late="drop").text())
-    with pytest.raises(ValueError, match=r"rule: expected AnytimeWindow.*0.25.* got .*AnyTail"):
+    with pytest.raises(
+        ValueError, match=r"rule: the checkpoint .*AnytimeWindow.*0.25.* got .*AnyTail"
+    ):
         one.check(job(columns=("x", "y"), by=("a", "b")).text())
     with pytest.raises(ValueError, match="version 1"):
         one.check(one.text().replace('"version": 1', '"version": 2'))
@@ -370,7 +372,7 @@ def test_a_checkpoint_says_what_it_is_of():
     ],
 )
 def test_a_checkpoint_refuses_another_job(name, before, now):
-    message = f"{name}: expected .*, with which this checkpoint was made, got .*; start with a new"
+    message = f"{name}: the checkpoint was made with .*, got .*; start with a new checkpoint"
     with pytest.raises(ValueError, match=message):
         job(**{name: now}).check(job(**{name: before}).text())
 

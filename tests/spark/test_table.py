@@ -91,7 +91,7 @@ def test_spark_spreads_buckets_evenly(spark):
 
 def test_what_only_a_stream_has(spark):
     df = spark.createDataFrame([(1, 1.0)], "t int, x double")
-    with pytest.raises(ValueError, match="order_by: expected a column, since a table has no order"):
+    with pytest.raises(ValueError, match="order_by: a table has no order; name a column"):
         tail_mean(df, "x", 2)
-    with pytest.raises(ValueError, match="ttl: expected none for a table"):
+    with pytest.raises(ValueError, match="ttl: it applies to streams only"):
         tail_mean(df, "x", 2, order_by="t", ttl=dt.timedelta(seconds=1))

@@ -1,8 +1,11 @@
-"""The clock of `tailavg.core.clock`, with traced fields.
+"""The clock of `tailavg.core.clock`, with traced fields: it decides when to fold and to turn.
 
-When blocks close depends on the step alone. So the clock of core computes the turns of a rule once,
-when an update is traced, and the traced clock looks them up (`_Turns`): blocks close at the same
-samples as in NumPy. Steps are integers, of 32 bits without x64; weights are float32 without x64.
+A turn closes a block and opens the next one. The steps of the turns do not depend on the samples,
+so the clock of core computes them once, while an update is traced, and the traced clock looks them
+up in a table (`_Turns`). Blocks thus close at the same samples as in NumPy. Without x64, steps are
+int32 and weights are float32.
+
+`trees` calls `step` at each update; `reads` calls `weights`. See `folds` for what a fold is.
 """
 
 from __future__ import annotations
@@ -41,28 +44,29 @@ __all__ = [
 ]
 
 TracedRule = AnytimeWindow | Exponential | AnyTail
-"""The rules that can be followed inside `jax.jit`."""
+"""The rules that can run inside `jax.jit`."""
 
-_MOST_TURNS = 400_000  # in a table, which then takes 3 MB, and a second to make
+_MOST_TURNS = 400_000  # per table: it then takes 3 MB, and a second to compute
 
 
 def _last() -> int:
-    """Return the last step that can be counted, which depends on x64."""
+    """Return the largest step that an integer can hold, which depends on x64."""
     return int(np.iinfo(jnp.result_type(int)).max)
 
 
 class _TracedGrowing(Growing):
     def size(self, t: Any) -> Any:
-        """Return k_t."""
-        over, under, exact = self.ratio
-        k = jnp.asarray(over * t / under)
+        """Return the window size k_t."""
+        numerator, denominator, exact = self.ratio
+        k = jnp.asarray(numerator * t / denominator)
         return _near_integer(k, exact).clip(1.0, self.most)
 
     def growth(self, t: Any) -> Any:
         """Return k_t - k_{t-1}.
 
-        Single precision cannot tell large sizes apart, so the growth follows from the step: it is c
-        before the window reaches its cap, and the remainder at the step where it does.
+        In single precision, the difference of two large sizes is too inaccurate. So the growth is
+        computed from the step: it is c before the window reaches its cap, the remainder at the
+        step where the window reaches it, and 0 afterwards.
         """
         k, before = self.size(t), self.size(t - 1)
         growth = jnp.where(before > 1.0, self.c, k - before)
@@ -74,9 +78,9 @@ class _TracedGrowing(Growing):
 
 
 def _near_integer(k: Array, exact: bool = False) -> Array:
-    """Return the integer next to k if k misses it by rounding only, else k.
+    """Round k if it differs from an integer by a rounding error only; else return k.
 
-    XLA may multiply by 1 / q instead of dividing by q, and so miss an integer by the last digit.
+    XLA may multiply by 1 / q instead of dividing by q, which can miss an integer by the last digit.
     """
     tie = 4e-7 if k.dtype == np.float32 else 2.0**-52 if exact else float(TIE)
     off = k.round() - k
@@ -85,42 +89,43 @@ def _near_integer(k: Array, exact: bool = False) -> Array:
 
 @lru_cache
 def traced_window(window: Window) -> Window:
-    """Return the same window, whose `size` and `growth` take traced steps."""
+    """Return an equal window with a `size` and a `growth` that take traced steps."""
     return _TracedGrowing(window.c, window.at_most) if isinstance(window, Growing) else window
 
 
 def size_at(rule: TracedRule, t: Any) -> Any:
-    """Return k_t; of an `AnyTail`, the size of the shortest window that it can be read with."""
+    """Return the window size k_t; for an `AnyTail`, the size of its shortest window."""
     return rule.shortest * t if isinstance(rule, AnyTail) else traced_window(rule.window).size(t)
 
 
 def array_size(window: Any, t: Array) -> Array:
-    """Return k_t of a count or a fraction that is an array; NaN if it is out of range."""
+    """Return k_t for a count or a fraction given as an array; NaN if it is out of range."""
     window = jnp.asarray(window)
     real: Any = jnp.result_type(float)
     if jnp.issubdtype(window.dtype, jnp.integer):
         return jnp.where(window >= 1, window, jnp.nan).astype(real)
     if not jnp.issubdtype(window.dtype, jnp.floating):
-        raise TypeError(f"window: expected an array of whole or real numbers, got {window.dtype}")
+        raise TypeError(f"window: expected an array of integers or floats, got {window.dtype}")
     c = window.astype(real)
     return jnp.where((c > 0) & (c <= 1), jnp.maximum(_near_integer(c * t), 1.0), jnp.nan)
 
 
 class _Turns(NamedTuple):
-    """The table of a rule's turns. Once its window is constant, turns repeat with a period."""
+    """The table of a rule's turns. Once the window is constant, turns repeat with a period."""
 
     ends: npt.NDArray[Any]
-    """The steps after which blocks close. The last of them repeat."""
+    """The steps at which blocks close. Those after `repeat_from` repeat."""
     gone: npt.NDArray[Any]
-    """For each, the block that makes room: it is merged with the one before; 0 is given up."""
+    """For each of `ends`, the block to remove: it is merged into the block before it. Block 0, the
+    oldest, is dropped."""
     repeat_from: int
-    """The step from which on turns repeat."""
+    """The step from which turns repeat."""
     period: int
 
     def at(self, t: Array, start: Array) -> tuple[Array, Any]:
-        """Return whether the block from `start` on closes at step t, and the one that makes room.
+        """Return whether the block that began at `start` closes at step t, and which to remove.
 
-        Both steps are moved back to the first period: the end of the block may overflow.
+        Both steps are shifted back to the first period, since the end of the block may overflow.
         """
         ends = jnp.asarray(self.ends)
         periods = jnp.maximum(start - self.repeat_from, 0) // self.period * self.period
@@ -131,14 +136,14 @@ class _Turns(NamedTuple):
 
 @lru_cache
 def _turns(rule: AnytimeWindow | AnyTail, last: int) -> _Turns:
-    """Return the turns until the last step, or until they repeat."""
+    """Return the turns up to the step `last`, or until they repeat."""
     clock = core.BlockClock(rule)
     steady = NEVER if isinstance(rule, AnyTail) else rule.window.steady_from
     ends: list[int] = []
     gone: list[int] = []
-    opened_at: dict[tuple[int, ...], int] = {}  # by the sizes of the blocks before the open one
+    opened_at: dict[tuple[int, ...], int] = {}  # by the sizes of the closed blocks
     while clock.closes < last:
-        if clock.blocks[1] >= steady:  # from here on, the sizes decide when the open block closes
+        if clock.blocks[1] >= steady:  # from now on, the turns depend on the sizes alone
             sizes = tuple(end - start for start, end in pairwise(clock.blocks))
             start = opened_at.setdefault(sizes, clock.blocks[-1])
             if start < clock.blocks[-1]:
@@ -146,12 +151,12 @@ def _turns(rule: AnytimeWindow | AnyTail, last: int) -> _Turns:
                 return _Turns(np.array(ends), np.array(gone), start, period)
         clock.count = clock.closes
         ends.append(clock.count)
-        room = clock.turn()
-        gone.append(room[0] if room else 0)
+        removed = clock.turn()
+        gone.append(removed[0] if removed else 0)
         if len(ends) > _MOST_TURNS:
             raise ValueError(
-                f"rule: expected one whose blocks close at most {_MOST_TURNS:,} times in {last:,} "
-                f"steps, got {rule}; take a larger fraction, or fewer accumulators"
+                f"rule: the blocks of {rule} close too often for JAX, more than {_MOST_TURNS:,} "
+                f"times in {last:,} steps; take a larger fraction or fewer accumulators"
             )
     return _Turns(np.array([*ends, last]), np.array([*gone, 0]), last, 1)
 
@@ -162,50 +167,50 @@ class Step(NamedTuple):
     folds: Array
     """Whether to fold the sum into a mean first, and start a new sum."""
     carries: Array
-    """Whether the rounding error of the fold starts the new sum."""
+    """Whether the new sum starts with the rounding error of the fold."""
     slot: Array | int
-    """The place of the mean."""
+    """The index, in the stack of means, of the mean that the sum is folded into."""
     total: Array
-    """The divisor of the sum; this and the next two are the arguments of `Store.fold`."""
+    """The divisor of the sum. `total`, `weight` and `carry` are the arguments of `Store.fold`."""
     weight: Array
-    """The weight of the folded sum in the joint mean. A weight of 1 forgets the old mean."""
+    """The weight of the folded sum in the joint mean. A weight of 1 replaces the old mean."""
     carry: Array
     """The factor of the rounding error in the new sum."""
     factor: Array
     """The factor of the sample in the sum."""
     merge: Merge | None
-    """What to do after the fold, if the rule merges blocks."""
+    """The merge of two blocks after the fold; None if the rule never merges blocks."""
 
 
 class Merge(NamedTuple):
-    """How to merge two blocks, to make room for another."""
+    """How to merge two blocks, to make room for a new block."""
 
     merges: Array
     """Whether to merge."""
     source: Array
-    """The place of the newer mean, which becomes free."""
+    """The index of the newer mean, whose place becomes free."""
     target: Array
-    """The place of the older mean, which becomes the joint mean."""
+    """The index of the older mean, which becomes the joint mean."""
     weight: Array
     """The weight of the newer mean in the joint mean."""
 
 
 class TracedBlocks(NamedTuple):
-    """The fields of a `tailavg.core.clock.BlockClock`."""
+    """The fields of a `tailavg.core.clock.BlockClock`, as arrays."""
 
     folded: Array
     """The step up to which samples are in means; later ones are in the sum."""
     starts: Array
     """How many samples came before each block, oldest first; unused blocks come first, at 0."""
     places: Array
-    """The place of the mean of each block."""
+    """The index, in the stack of means, of the mean of each block."""
 
     def step(self, rule: AnytimeWindow | AnyTail, t: Array) -> tuple[Step, TracedBlocks]:
         """Return what to do with the sample after step t, and the clock after that sample."""
         starts, places = self.starts, self.places
         closed, gone = _turns(rule, _last()).at(t, starts[-1])
-        rest, size = t - self.folded, t - starts[-1]
-        folds = (t == 0) | (rest >= FOLD) | closed
+        in_sum, in_block = t - self.folded, t - starts[-1]
+        folds = (t == 0) | (in_sum >= FOLD) | closed
         merge = None
         if isinstance(rule, AnyTail):
             before, start, end = (
@@ -219,16 +224,16 @@ class TracedBlocks(NamedTuple):
             )
         step = Step(
             folds,
-            carries=folds & (rest < size) & ~closed,
+            carries=folds & (in_sum < in_block) & ~closed,
             slot=places[-1],
-            total=jnp.maximum(rest, 1),
-            weight=rest / jnp.maximum(size, 1),
-            carry=size,
-            # not a constant: XLA multiplies and adds four times faster than it adds two arrays
+            total=jnp.maximum(in_sum, 1),
+            weight=in_sum / jnp.maximum(in_block, 1),
+            carry=in_block,
+            # a traced 1: XLA multiplies and adds four times faster than it adds two arrays
             factor=(t >= 0).astype(jnp.result_type(float)),
             merge=merge,
         )
-        shifted = closed & (jnp.arange(len(starts)) >= gone)  # those after what makes room
+        shifted = closed & (jnp.arange(len(starts)) >= gone)  # from the removed block on
         clock = type(self)(
             folded=jnp.where(folds, t, self.folded),
             starts=jnp.where(shifted, jnp.append(starts[1:], t), starts),
@@ -239,7 +244,7 @@ class TracedBlocks(NamedTuple):
     def weights(self, t: Array, k: Array, decay: Decay | None = None) -> tuple[Array, Array]:
         """Return the weights of the means, by place, and of the sum, for a window of k samples."""
         starts, places = self.starts, self.places
-        t = jnp.maximum(t, 1)  # at step 0 the sum is the tree given to `init`, as one sample
+        t = jnp.maximum(t, 1)  # at step 0 the sum holds the tree given to `init`: one sample
         real: Any = jnp.result_type(float)
         ends = jnp.append(starts[1:], t)
         newer = (t - ends).astype(real)
@@ -255,18 +260,21 @@ class TracedBlocks(NamedTuple):
 
 
 def _read(sizes: Array, newer: Array, k: Array) -> Array:
-    """Do `tailavg.core.equation.read` for traced blocks, each followed by `newer` samples."""
+    """Return the weights of traced blocks, as `tailavg.core.equation.read` does.
+
+    `newer` has the number of samples after each block.
+    """
     places = jnp.arange(len(sizes))
-    # the oldest block that has a weight; beside it, the newest block always counts in full
+    # the oldest block with a weight; never the newest block, which always counts in full
     oldest = jnp.minimum((newer >= k).sum(), len(sizes) - 2)
     old, new = sizes[oldest], newer[oldest]
     old = jnp.where(new < k, old, 0.0)
-    each, of_old = equation.weights(old, new, jnp.maximum(0.0, old + new - k), jnp.sqrt)
-    return jnp.where(places > oldest, each * sizes, jnp.where(places == oldest, of_old, 0.0))
+    per_sample, of_old = equation.weights(old, new, jnp.maximum(0.0, old + new - k), jnp.sqrt)
+    return jnp.where(places > oldest, per_sample * sizes, jnp.where(places == oldest, of_old, 0.0))
 
 
 class TracedTails(TracedBlocks):
-    """The clock of an `AnyTail`, which is read with any window."""
+    """The clock of an `AnyTail`, which can be read with any window."""
 
     __slots__ = ()
 
@@ -279,16 +287,16 @@ class TracedDecay(NamedTuple):
     share: Array
     """The total weight of the samples in the sum."""
     total: Array
-    """The sum of their factors."""
+    """The sum of the factors of the samples in the sum."""
     decayed: Array
-    """The logarithm of G at the last of them."""
+    """The logarithm of G, see `DecayClock`, at the last sample in the sum."""
 
     def step(self, rule: Exponential, t: Array) -> tuple[Step, TracedDecay]:
         """Return what to do with the sample after step t, and the clock after that sample."""
         weight = jnp.asarray(Exponential(traced_window(rule.window)).weight(t + 1))
         decayed = self.decayed + jnp.log1p(-weight)
-        rest = t - self.folded
-        folds = (rest == 0) | (rest >= FOLD) | (decayed < math.log(SMALLEST))
+        in_sum = t - self.folded
+        folds = (in_sum == 0) | (in_sum >= FOLD) | (decayed < math.log(SMALLEST))
         decayed = jnp.where(folds, 0.0, decayed)
         factor = weight * jnp.exp(-decayed)
         clock = TracedDecay(
@@ -318,13 +326,13 @@ _KINDS: Any = {AnytimeWindow: TracedBlocks, AnyTail: TracedTails, Exponential: T
 
 
 def serves(clock: TracedBlocks | TracedDecay, rule: TracedRule) -> bool:
-    """Return whether this is a clock of such a rule, with as many accumulators."""
+    """Return whether the clock fits the rule: its kind and its number of accumulators."""
     means = len(clock.starts) if isinstance(clock, TracedBlocks) else 1
     return type(clock) is _KINDS[type(rule)] and means == rule.accumulators
 
 
 def first_clock(rule: TracedRule) -> TracedBlocks | TracedDecay:
-    """Return the clock before the first sample: the sum is the tree given to `init`."""
+    """Return the clock before the first sample, when the sum holds the tree given to `init`."""
     integer: Any = jnp.result_type(int)
     folded = jnp.zeros((), integer)
     if isinstance(rule, Exponential):
@@ -345,7 +353,7 @@ def blocks_at(clock: TracedBlocks | TracedDecay, t: int) -> tuple[list[int], lis
 
 
 def restored(clock: core.Clock) -> dict[str, Any]:
-    """Return the fields of a traced clock at the same step, with the places of `first_clock`."""
+    """Return the fields that bring a traced clock from `first_clock` to the step of `clock`."""
     if not isinstance(clock, core.DecayClock):
         return {"folded": clock.folded, "starts": clock.blocks}
     of_mean, of_sum = clock.weights()

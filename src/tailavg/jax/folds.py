@@ -1,12 +1,15 @@
-"""The arithmetic on arrays: sums are merged into means ("folded") and weighted, in-place.
+"""The arithmetic on arrays: fold sums into means, in-place, and weight sums and means.
 
-A large leaf has a sum and a stack of means, sharded like the leaf. The means of small leaves share
-one array for each dtype, a `Bundle`: the time to compile and to call a program grows with its
-number of arrays, and a bundle is folded by one operation, however many leaves it has.
+A fold merges a sum into the mean of its block and starts a new sum. A large leaf has a sum and a
+stack of means, sharded like the leaf. The means of small leaves share one array for each dtype, a
+`Bundle`: the time to compile and to call a program grows with its number of arrays, and one
+operation folds a bundle of any number of leaves.
 
-XLA works in-place only if an array that changes is read in its own shape, and a slice of it with
-its first axis, where it is written. So a fold changes the means first, and then computes the new
-sums from the new means; an optimization barrier keeps this order.
+XLA updates an array in-place only if the array is read in its own shape, and slices of it are read
+with their first axis and at the index that is written. So a fold changes the means first and then
+computes the new sums from the new means; an optimization barrier keeps this order.
+
+`trees` calls `fold_if_due` and `on_host`; `reads` calls `combined`.
 """
 
 from __future__ import annotations
@@ -41,11 +44,11 @@ __all__ = [
 def fold_if_due(
     step: Step, sums: list[Any], means: list[Any], bundles: dict[str, Bundle]
 ) -> tuple[list[Any], list[Any], dict[str, Bundle]]:
-    """Merge the sums into the means if that is due, and start new sums."""
+    """Fold the sums into the means if a fold is due, and merge two blocks if that is due."""
     large, small = split_leaves(sums, means)
     merge, weight = step.merge, jnp.asarray(step.weight)
     slot, scale = jnp.uint32(step.slot), 1.0 / step.total
-    # the joint mean is m + w (own - m), so that is w / (1 - w) (own - joint mean) more than m
+    # joint = mean + w (mean_of_sum - mean), hence joint - mean = w / (1 - w) (mean_of_sum - joint)
     ratio = weight / jnp.where(step.carries, 1.0 - weight, 1.0)
     carry = jnp.where(step.carries, step.carry, 0)
 
@@ -61,14 +64,15 @@ def fold_if_due(
         error = on_device(bundle.errors)
         means = _joint(bundle.means, total, slot, scale, weight, error)
         means, total, error = _in_order(means, total, error)
-        lost = _rounding_error(means, total, slot, scale, ratio, error)
-        return Bundle(means, _placed_like(bundle.errors, _finite(_zero_if(~step.carries, lost))))
+        new_error = _rounding_error(means, total, slot, scale, ratio, error)
+        new_error = _finite(_zero_if(~step.carries, new_error))
+        return Bundle(means, _placed_like(bundle.errors, new_error))
 
     def merged(merge: Merge, means: Any, sums: Any, bundles: Any) -> Any:
-        one = merge.merges.astype(float)  # XLA would optimize a constant away
+        one = merge.merges.astype(float)  # traced: XLA would optimize a constant away
         into = merge.target, one, merge.weight
         means = [_joint(*pair, *into) for pair in zip(means, sums, strict=True)]
-        # zeros, computed from both: after the means, and in-place of the sums
+        # zeros, computed from means and sums: so after the means, and in-place of the sums
         sums = [
             _zero_if(merge.merges, lax.add(total, _mean(mean, merge.target)))
             for mean, total in zip(means, sums, strict=True)
@@ -79,8 +83,8 @@ def fold_if_due(
         }
         return means, sums, {name: bundles[name]._replace(means=joint[name]) for name in joint}
 
-    # `done` is known only after all sums are read, so the small sums can then change in-place.
-    own_means, own_sums, bundles, done = lax.cond(
+    # `done` is known only after all sums are read, so the small sums can change in-place.
+    large_means, large_sums, bundles, done = lax.cond(
         step.folds,
         fold,
         lambda means, sums, bundles, _: (means, sums, bundles, jnp.array(False)),
@@ -90,36 +94,36 @@ def fold_if_due(
         {name: [sums[i] for i in group] for name, group in small.items()},
     )
     if merge is not None:
-        own_means, own_sums, bundles = lax.cond(
+        large_means, large_sums, bundles = lax.cond(
             merge.merges & done,
             functools.partial(merged, merge),
-            lambda *same: same,
-            own_means,
-            own_sums,
+            lambda *arrays: arrays,
+            large_means,
+            large_sums,
             bundles,
         )
     sums, means = list(sums), list(means)
-    for i, mean, total in zip(large, own_means, own_sums, strict=True):
+    for i, mean, total in zip(large, large_means, large_sums, strict=True):
         means[i], sums[i] = mean, total
     for i in itertools.chain(*small.values()):
         sums[i] = _zero_if(done, sums[i])
     return sums, means, bundles
 
 
-# These two are traced once for all leaves of a shape.
+# The next two are jitted to be traced once per shape instead of once per leaf.
 
 
 @functools.partial(jax.jit, inline=True)
 def _joint(
     means: Array, total: Array, slot: Any, scale: Any, weight: Any, error: Array | None = None
 ) -> Array:
-    """Return the means, with a sum merged into one of them; a weight of 1 replaces that one.
+    """Return the means, with a sum merged into the mean at `slot`; a weight of 1 replaces the mean.
 
-    `error` is the rounding error of that mean.
+    `error` is the rounding error of the mean.
     """
     mean = _zero_if(weight >= 1.0, _row(means, slot))
-    own = lax.expand_dims(times(scale, total), (0,))
-    change = times(weight, lax.sub(own, _finite(mean)))
+    mean_of_sum = lax.expand_dims(times(scale, total), (0,))
+    change = times(weight, lax.sub(mean_of_sum, _finite(mean)))
     if error is not None:
         change = lax.add(times(1.0 - weight, lax.expand_dims(error, (0,))), change)
     joint = _placed_like(means, lax.add(change, mean))
@@ -132,7 +136,8 @@ def _new_sum(
 ) -> Array:
     """Return the new sum: the rounding error of the fold, times `carry`.
 
-    If blocks are to be merged, the sum is empty, and holds the mean that becomes free until then.
+    If two blocks are merged next, the new sum is empty. Until the merge, it then holds the mean of
+    the newer of the two blocks.
     """
     error = _finite(times(carry, _rounding_error(means, total, slot, scale, ratio)))
     if merge is None:
@@ -153,7 +158,7 @@ def _rounding_error(
 
 
 def _in_order(*arrays: Any) -> Any:
-    """Return the arrays. What is computed from them waits until all are known."""
+    """Return the arrays. What is computed from them waits until all of them are computed."""
     return lax.optimization_barrier(arrays)  # type: ignore[no-untyped-call]
 
 
@@ -173,16 +178,16 @@ def weighted(weight: Array, array: Array) -> Array:
 
 
 def concatenated(arrays: Sequence[Array]) -> Array:
-    """Return the concatenation of the arrays, unsharded: XLA would shard it like one of them."""
+    """Return the arrays in a replicated row. By default, XLA would shard it like one of them."""
     rows = []
     for array in arrays:
         sharding = jax.typeof(array).sharding
         spec = PartitionSpec(*[None] * array.ndim)  # type: ignore[no-untyped-call]
-        whole = NamedSharding(sharding.mesh, spec)
-        if any(axis is not None for axis in sharding.spec):  # it is part of the type
-            array = jax.sharding.reshard(array, whole)  # type: ignore[no-untyped-call]
+        replicated = NamedSharding(sharding.mesh, spec)
+        if any(axis is not None for axis in sharding.spec):  # the sharding is part of the type
+            array = jax.sharding.reshard(array, replicated)  # type: ignore[no-untyped-call]
         elif {*sharding.mesh.axis_types} == {AxisType.Auto}:
-            array = lax.with_sharding_constraint(array, whole)  # type: ignore[no-untyped-call]
+            array = lax.with_sharding_constraint(array, replicated)  # type: ignore[no-untyped-call]
         rows.append(lax.reshape(array, (array.size,)))
     return lax.concatenate(rows, 0) if len(rows) > 1 else rows[0]
 
@@ -196,8 +201,8 @@ def starts_of(shapes: Sequence[tuple[int, ...]]) -> list[Array]:
 def cut(row: Array, starts: Sequence[Array], shapes: Sequence[tuple[int, ...]]) -> list[Array]:
     """Undo `concatenated`.
 
-    If `starts` come out of a branch they are not constants, and XLA compiles one kernel for all
-    arrays of a shape.
+    If `starts` are outputs of a branch, they are not constants, and XLA compiles one kernel for
+    all arrays of a shape.
     """
     return [
         lax.reshape(lax.dynamic_slice(row, (start,), (math.prod(shape),)), shape)
@@ -208,19 +213,19 @@ def cut(row: Array, starts: Sequence[Array], shapes: Sequence[tuple[int, ...]]) 
 def times(factor: Any, array: Array) -> Array:
     """Return the product, in the array's precision.
 
-    The factor comes first, as everywhere in this file: XLA compiles a new kernel if the operands
-    are the same but in another order.
+    The factor comes first, as everywhere in this file: XLA compiles a new kernel for the same
+    operands in another order.
     """
     return lax.mul(lax.full_like(array, factor), array)
 
 
 def on_host(array: Array) -> Array:
-    """Move an array to the memory of the host. Raise if the backend has none."""
+    """Move an array to host memory. Raise if the backend cannot."""
     device = jax.devices()[0] if isinstance(array, jax.core.Tracer) else next(iter(array.devices()))
     kinds = [memory.kind for memory in device.addressable_memories()]
     if "pinned_host" not in kinds or not hasattr(jax, "memory"):
         raise ValueError(
-            f"offload: expected a backend with memory of the kind pinned_host, got {kinds} of "
+            f"offload: expected a backend with pinned_host memory, got {kinds} on "
             f"{device.platform} with JAX {jax.__version__}; leave out offload"
         )
     moved: Array = jax.device_put(array, jax.memory.Space.Host)
@@ -233,25 +238,25 @@ def _is_on_host(array: Any) -> bool:
 
 
 def on_device(array: Array) -> Array:
-    """Move an array to the memory of its device."""
+    """Move an array to device memory."""
     return jax.device_put(array, jax.memory.Space.Device) if _is_on_host(array) else array
 
 
-def _placed_like(other: Array, array: Array) -> Array:
-    """Move an array to the memory of another."""
-    return jax.device_put(array, jax.memory.Space.Host) if _is_on_host(other) else array
+def _placed_like(like: Array, array: Array) -> Array:
+    """Move an array to host memory if `like` is there."""
+    return jax.device_put(array, jax.memory.Space.Host) if _is_on_host(like) else array
 
 
-# Slots are unsigned: JAX checks whether a signed index is negative.
+# Slots are unsigned: for a signed index, JAX would add a check for negative values.
 
 
 def _row(means: Array, slot: Array) -> Array:
-    """Return one of the means, with its first axis."""
+    """Return the mean at `slot`, with the first axis of the stack."""
     return on_device(lax.dynamic_slice_in_dim(means, slot, 1))
 
 
 def _mean(means: Array, slot: Array) -> Array:
-    """Return one of the means."""
+    """Return the mean at `slot`."""
     return lax.squeeze(_row(means, slot), (0,))
 
 
@@ -261,6 +266,6 @@ def _zero_if(flag: Array, array: Array) -> Array:
 
 
 def _finite(array: Array) -> Array:
-    """Return the array, with 0 for all that is not finite: inf - inf is NaN."""
-    zeros = lax.full_like(array, 0)
+    """Return the array, with 0 in place of infinities and NaNs."""
+    zeros = lax.full_like(array, 0)  # inf - inf is NaN, not 0
     return lax.select(lax.eq(zeros, lax.sub(array, array)), array, zeros)

@@ -1,4 +1,8 @@
-"""Reads of an average of a pytree: with its own window, or of an `AnyTail` with any."""
+"""Read the average of a pytree: with the window of its rule, or an `AnyTail` with any window.
+
+`weights_of` turns a window into weights, and `averages` turns weights into an average. `value` and
+`evaluate_tails` do both for one state; `tailavg.optax` does the same for several.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +42,7 @@ __all__ = [
 ]
 
 Weights = tuple[Array, Array]
-"""The weights of the means, each in its place, and of the sum."""
+"""The weights of the means, in the order of the stack, and the weight of the sum."""
 
 
 @overload
@@ -52,8 +56,8 @@ def value(state: TreeState, like: Tree = None, window: TreeReading | None = None
         state: The state.
         like: A tree with the dtypes of the result, such as the parameters; by default the result
             has the dtypes of the accumulators.
-        window: What to read an `AnyTail` with: a number, a window or a `Decay`; or an array of no
-            dimensions, which may be traced: an integer is a count, any other number a fraction.
+        window: The window to read an `AnyTail` with: a number, a window, a `Decay`, or an array
+            without dimensions, which may be traced. An integer is a count, a float a fraction.
             Inside `jax.jit` nothing can raise, so a window that is too short gives NaN.
 
     Examples:
@@ -82,15 +86,16 @@ def evaluate_tails(
     Only one average is in memory at a time.
 
     Args:
-        function: Called with an average and `args`; returns arrays. It is traced once for each
-            number of windows.
+        function: Called as `function(average, *args)`; returns arrays. It is traced again when
+            the number of windows changes.
         state: The state of an `AnyTail`.
-        windows: The windows to read it with: see `value`. An array has one in each entry.
+        windows: The windows to read the state with, each as for `value`; or an array of counts or
+            of fractions.
         *args: Further arguments of the function, such as validation data.
         like: As for `value`.
 
     Returns:
-        What the function returned, stacked along a first axis.
+        The results of the function, stacked along a new first axis.
     """
     return evaluated(averages, function, state, like, each_weights(state, windows), args)
 
@@ -104,8 +109,8 @@ def evaluated(
     weights: Any,
     args: Any,
 ) -> Any:
-    """Call a function with the averages that `assemble` makes with each of the stacked weights."""
-    return lax.map(lambda each: function(assemble(state, like, each), *args), weights)
+    """Call a function with the average that `assemble` returns for each of the stacked weights."""
+    return lax.map(lambda row: function(assemble(state, like, row), *args), weights)
 
 
 def each_weights(state: TreeState, windows: Sequence[Reading] | Array) -> Weights:
@@ -114,8 +119,8 @@ def each_weights(state: TreeState, windows: Sequence[Reading] | Array) -> Weight
         return jax.vmap(lambda window: weights_of(state, window))(windows)
     if not windows:
         raise ValueError("windows: expected at least one, got none")
-    each = [weights_of(state, window) for window in windows]
-    stacked: Weights = jax.tree.map(lambda *rows: jnp.stack(rows), *each)
+    weights = [weights_of(state, window) for window in windows]
+    stacked: Weights = jax.tree.map(lambda *rows: jnp.stack(rows), *weights)
     return stacked
 
 
@@ -129,23 +134,22 @@ def weights_of(state: TreeState, window: TreeReading | None) -> Weights:
 
 
 def size_read(state: TreeState, window: TreeReading | None) -> Array:
-    """Return k_t of the window with which the state is read; see `tailavg.core.rules.size_of`."""
+    """Return the size k_t of the window that reads the state, as `tailavg.core.rules.size_of`."""
     if window is None and isinstance(state.clock, TracedTails):
         return state.updates.astype(state.size.dtype)
     return _size(state, _reading(state, window))
 
 
 def _reading(state: TreeState, window: Any) -> Any:
-    """Return what to read an `AnyTail` with; None if the state has a window of its own.
+    """Return the reading of an `AnyTail`: a window, `Decay` or array. Return None for other rules.
 
-    Raise if the window is too short, where the state is known.
+    Raise if the state is not traced and the window is too short or the state is invalid.
     """
-    known = not isinstance(state.updates, jax.core.Tracer)
-    if known and np.any(overflowed(state.updates)):
+    is_concrete = not isinstance(state.updates, jax.core.Tracer)
+    if is_concrete and np.any(overflowed(state.updates)):
         raise ValueError(
-            "state: expected one that only the rule it was made with has updated, got one that "
-            "another rule has updated inside jax.jit, or that has had too many updates; resume "
-            "from an earlier state"
+            "state: invalid, since another rule has updated it inside jax.jit, or since the count "
+            "of updates has overflowed; resume from an earlier state"
         )
     if not isinstance(state.clock, TracedTails):
         if window is not None:
@@ -161,12 +165,13 @@ def _reading(state: TreeState, window: Any) -> Any:
     reading = window if isinstance(window, Decay) else as_window(window)
     if isinstance(reading, Decay) and reading.shape == "linear":
         reading = reading.window
-    if known and not np.ndim(state.updates):
-        t, least = int(state.updates), float(state.size)
-        if t and reading.size(t) < least * (1 - _tie(state.size.dtype)):
+    if is_concrete and not np.ndim(state.updates):
+        t, shortest = int(state.updates), float(state.size)
+        if t and reading.size(t) < shortest * (1 - _tie(state.size.dtype)):
             raise ValueError(
-                f"window: expected at least {least:g} of the {t} samples so far, got {window!r}; "
-                "create the AnyTail with a smaller `shortest` to read shorter windows"
+                f"window: expected at least {shortest:g} of the {t} samples so far, "
+                f"got {window!r}; create the AnyTail with a smaller `shortest` to read shorter "
+                "windows"
             )
     return reading
 
@@ -181,7 +186,7 @@ def _tie(dtype: Any) -> float:
 
 
 def _size(state: TreeState, reading: Any) -> Array:
-    """Return k_t of what `_reading` returned."""
+    """Return the window size k_t of a reading, as returned by `_reading`."""
     t = jnp.maximum(state.updates, 1)
     if reading is None:
         return state.size
@@ -204,30 +209,32 @@ def _weights(
 @functools.partial(jax.jit, inline=True)
 def averages(state: TreeState, like: Tree, weights: Weights) -> Tree:
     """Return the average with these weights, in the dtypes of `like`."""
-    wanted, sums, means, structure = aligned(state.sums if like is None else like, state, "like")
+    likes, sums, means, structure = aligned(state.sums if like is None else like, state, "like")
     of_means, of_sum = weights
     large, small = split_leaves(sums, means)
     shapes = [[sums[i].shape for i in group] for group in small.values()]
 
     def average() -> tuple[list[Array], list[Array], list[list[Array]]]:
-        """Return the averages of large leaves; for bundles, without the sums, and their starts."""
-        own = [combined(of_means, means[i], of_sum, sums[i]).astype(wanted[i].dtype) for i in large]
+        """Return averages of large leaves, averages of bundles without their sums, and starts."""
+        averaged = [
+            combined(of_means, means[i], of_sum, sums[i]).astype(likes[i].dtype) for i in large
+        ]
         rows = [combined(of_means, state.bundles[name].means) for name in small]
-        return own, rows, [starts_of(each) for each in shapes]
+        return averaged, rows, [starts_of(group_shapes) for group_shapes in shapes]
 
-    def nothing() -> tuple[list[Array], list[Array], list[list[Array]]]:
-        own = [lax.full_like(sums[i], jnp.nan, wanted[i].dtype) for i in large]
+    def all_nan() -> tuple[list[Array], list[Array], list[list[Array]]]:
+        averaged = [lax.full_like(sums[i], jnp.nan, likes[i].dtype) for i in large]
         errors = [on_device(state.bundles[name].errors) for name in small]
         rows = [lax.full_like(row, jnp.nan) for row in errors]
-        return own, rows, [[jnp.uint32(0) for _ in each] for each in shapes]
+        return averaged, rows, [[jnp.uint32(0) for _ in group_shapes] for group_shapes in shapes]
 
-    # A branch is compiled separately. Fused with the code that uses the average, XLA on a CPU would
-    # store each term of the average in an array of its own, and take up to 20 times as long.
-    own, rows, starts = lax.cond(jnp.isnan(of_sum), nothing, average)
-    new = [jnp.copy(total) for total in sums]  # those that are not averaged
-    for i, x in zip(large, own, strict=True):
-        new[i] = x
+    # XLA compiles a branch separately. On a CPU, if it fused this code with the code that uses the
+    # average, it would store each term in an array of its own, and take up to 20 times as long.
+    averaged, rows, starts = lax.cond(jnp.isnan(of_sum), all_nan, average)
+    leaves = [jnp.copy(total) for total in sums]  # leaves that are not averaged stay copies
+    for i, x in zip(large, averaged, strict=True):
+        leaves[i] = x
     for group, *bundle in zip(small.values(), rows, starts, shapes, strict=True):
         for i, x in zip(group, cut(*bundle), strict=True):
-            new[i] = lax.add(x, weighted(of_sum, sums[i])).astype(wanted[i].dtype)
-    return structure.unflatten(new)
+            leaves[i] = lax.add(x, weighted(of_sum, sums[i])).astype(likes[i].dtype)
+    return structure.unflatten(leaves)

@@ -1,4 +1,7 @@
-"""The state of an average of a pytree, and where the sum and the means of each leaf are in it."""
+"""`TreeState`: the state of an average of a pytree, with the sum and the means of each leaf.
+
+The other modules of `tailavg.jax` share its helpers; read this file first.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +32,14 @@ __all__ = [
 Tree: TypeAlias = Any
 Like = TypeVar("Like")  # a tree of the same kind
 TreeReading = Reading | Array
-"""What an `AnyTail` may be read with; an array may be traced."""
+"""A window or `Decay` to read an `AnyTail` with; an array may be traced."""
 
 
 class Bundle(NamedTuple):
-    """The means of small leaves, side by side."""
+    """The means of the small leaves of one dtype, concatenated."""
 
     means: Array
-    """For each block, the means of all leaves."""
+    """A row for each block, with the means of all leaves."""
     errors: Array
     """The rounding error of the last fold into the mean of the open block."""
 
@@ -47,24 +50,24 @@ class TreeState(NamedTuple):
     updates: Array
     """The number of updates so far, t."""
     size: Array
-    """The size of the window, k_t; of an `AnyTail`, that of the shortest it can be read with."""
+    """The size of the window, k_t; for an `AnyTail`, the size of its shortest window."""
     rule: Array
     """A checksum of the rule. After an update with another rule, the value is NaN."""
     clock: TracedBlocks | TracedDecay
     """Which samples are in the sum, and which in each mean."""
     sums: Tree
-    """The sum of the samples in no mean yet; leaves that are not averaged, as last seen."""
+    """The sum of the samples that are in no mean yet; the last value of leaves not averaged."""
     means: Tree
-    """The means of blocks, stacked along a first axis; None for leaves that are not averaged, and
-    for those in a bundle."""
+    """The means of blocks, stacked along a first axis; None for leaves that are not averaged and
+    for leaves in a bundle."""
     bundles: dict[str, Bundle]
     """The means of small leaves, by dtype."""
 
     @property
-    def count(self) -> Array:  # type: ignore[override]  # of a tuple
+    def count(self) -> Array:  # type: ignore[override]  # hides tuple.count
         """The number of updates so far, t.
 
-        The field has another name, since optax finds fields of optimizer states by `"count"`.
+        The field is called `updates`, since optax looks up `"count"` in optimizer states by name.
         """
         return self.updates
 
@@ -72,7 +75,7 @@ class TreeState(NamedTuple):
 def split_leaves(
     sums: Sequence[Any], means: Sequence[Any]
 ) -> tuple[list[int], dict[str, list[int]]]:
-    """Return the leaves that have means of their own, and those in the bundle of each dtype."""
+    """Return the indices of leaves with their own means, and of bundled leaves by dtype."""
     large = [i for i, mean in enumerate(means) if mean is not None]
     small: dict[str, list[int]] = {}
     for i, (total, mean) in enumerate(zip(sums, means, strict=True)):
@@ -82,7 +85,7 @@ def split_leaves(
 
 
 def is_averaged(leaf: Any) -> bool:
-    """Return whether a leaf is averaged, not passed through."""
+    """Return whether a leaf is averaged; other leaves are passed through."""
     return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
 
 
@@ -108,11 +111,11 @@ def aligned(
         elif what == "like":
             fits = is_averaged(new) and jnp.iscomplexobj(new) == jnp.iscomplexobj(old)
         else:
-            key = jnp.issubdtype(new.dtype, jax.dtypes.prng_key)
-            fits = not key and (jnp.iscomplexobj(old) or not jnp.iscomplexobj(new))
+            is_key = jnp.issubdtype(new.dtype, jax.dtypes.prng_key)
+            fits = not is_key and (jnp.iscomplexobj(old) or not jnp.iscomplexobj(new))
         if not fits:
             raise TypeError(
-                f"{where}: expected the kind of {old.dtype}, as given to init, got {new.dtype}"
+                f"{where}: expected a dtype that fits {old.dtype} of the state, got {new.dtype}"
             )
     return leaves, [old for _, old in sums], structure.flatten_up_to(state.means), structure
 
@@ -123,5 +126,5 @@ def name_of(path: Any) -> str:
 
 
 def overflowed(updates: Array) -> Array:
-    """Return whether the count has reached the largest integer: it stays, and the value is NaN."""
+    """Return whether the count is at the largest integer; it then stays, and the value is NaN."""
     return updates == np.iinfo(updates.dtype).max

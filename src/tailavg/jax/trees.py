@@ -1,9 +1,9 @@
-"""Averages of pytrees, as pure functions.
+"""`TreeAverage`: averages of pytrees, as pure functions.
 
-Each update adds the tree to a sum, and touches no other array. Every few hundred updates, and when
-a block closes, the sum is merged into the mean of its block: see `tailavg.jax.folds`.
+Most updates add the tree to a sum and touch no other array. Every few hundred updates, and when a
+block closes, the sum is merged into the mean of its block: see `tailavg.jax.folds`.
 
-Read `states` first, then this file, `clock` (what is due), `folds` (arrays) and `reads`.
+Read `states` first, then this file, `clock` (when to fold), `folds` (arrays) and `reads`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from tailavg.jax.states import (
 __all__ = ["BUNDLE", "TreeAverage", "tail_average"]
 
 BUNDLE = 65_536
-"""Leaves of up to this many numbers share an array for their means, by default."""
+"""The default of `bundle`: leaves of up to this many numbers share an array for their means."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class TreeAverage:
 
         Floating and complex leaves are averaged; others are passed through. Sums, and the means
         of leaves that are not bundled, are sharded like their leaves. A `jax.ShapeDtypeStruct`
-        stands for zeros, as in optax.
+        is treated as an array of zeros, as in optax.
         """
         if self.dtype == np.float64 and jnp.result_type(float) != np.float64:
             raise ValueError(
@@ -89,7 +89,7 @@ class TreeAverage:
         )
 
     def _accumulator(self, leaf: Any) -> Array:
-        """Copy a leaf, since the state may be donated, in the dtype of its accumulators."""
+        """Return a copy, since the state may be donated, in the dtype of the accumulators."""
         if isinstance(leaf, jax.ShapeDtypeStruct):
             leaf = jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
         if not is_averaged(leaf):
@@ -105,7 +105,7 @@ class TreeAverage:
         return self._placed(jnp.broadcast_to(leaf, (self.rule.accumulators, *leaf.shape)))
 
     def _bundle(self, leaves: list[Array]) -> Bundle:
-        """Return the placeholder means of small leaves, replicated on all of their devices."""
+        """Return placeholder means of small leaves, replicated on all devices of the leaves."""
         row = concatenated(leaves)
         if not isinstance(row, jax.core.Tracer) and isinstance(leaves[0].sharding, NamedSharding):
             everywhere = PartitionSpec()  # type: ignore[no-untyped-call]
@@ -116,43 +116,43 @@ class TreeAverage:
         return on_host(array) if self.offload else array
 
     def update(self, state: TreeState, tree: Tree) -> TreeState:
-        """Return the state after one more tree, of the structure and shapes given to `init`.
+        """Add a tree with the structure and shapes given to `init`, and return the new state.
 
         Inside `jax.jit`, with the old state donated, no array is copied. The time to compile grows
-        with the number of leaves, and faster with the number of those larger than `bundle`.
+        with the number of leaves, and faster with the number of leaves larger than `bundle`.
         """
-        known = not isinstance(state.rule, jax.core.Tracer)
+        is_concrete = not isinstance(state.rule, jax.core.Tracer)
         if not serves(state.clock, self.rule) or (
-            known and int(state.rule) != _checksum(self.rule)
+            is_concrete and int(state.rule) != _checksum(self.rule)
         ):
             raise ValueError(
-                f"state: expected one of {self.rule}, got a {type(state.clock).__name__} of "
-                "another rule or number of accumulators; use the average whose init made it"
+                f"state: made with another rule than {self.rule}; update it with the average "
+                "whose init made it"
             )
         updated: TreeState = self._update(state, tree)
-        # not an output of the update, for which the check of the next call would have to wait
+        # copied here: if it were an output of `_update`, the check of the next call would wait
         return updated._replace(rule=jnp.copy(state.rule))
 
-    # jitted, since outside jax.jit each call would compile the conditionals
+    # jitted: outside jax.jit, each call would otherwise compile the conditionals
     @functools.partial(jax.jit, static_argnames="self", inline=True)
     def _update(self, state: TreeState, tree: Tree) -> TreeState:
         leaves, sums, means, structure = aligned(tree, state)
         clock: Any = state.clock
         step, clock = clock.step(self.rule, state.updates)
         sums, means, bundles = fold_if_due(step, sums, means, state.bundles)
-        new = list(leaves)  # leaves that are not averaged pass through
+        new_sums = list(leaves)  # leaves that are not averaged pass through
         for i, (leaf, total) in enumerate(zip(leaves, sums, strict=True)):
             if is_averaged(total):
-                new[i] = lax.add(total, times(step.factor, _widened(leaf, total)))
-        # an update with another rule sets the count to the largest integer: the value is NaN
-        counts = ~overflowed(state.updates) & (state.rule == _checksum(self.rule))
-        updates = jnp.where(counts, state.updates + 1, np.iinfo(state.updates.dtype).max)
+                new_sums[i] = lax.add(total, times(step.factor, _widened(leaf, total)))
+        # an update with another rule sets the count to the largest integer: the value is then NaN
+        is_valid = ~overflowed(state.updates) & (state.rule == _checksum(self.rule))
+        updates = jnp.where(is_valid, state.updates + 1, np.iinfo(state.updates.dtype).max)
         return TreeState(
             updates=updates,
             size=jnp.asarray(size_at(self.rule, updates), state.size.dtype),
             rule=state.rule,
             clock=jax.tree.map(lambda new, old: new.astype(old.dtype), clock, state.clock),
-            sums=structure.unflatten(new),
+            sums=structure.unflatten(new_sums),
             means=structure.unflatten(means),
             bundles=bundles,
         )
@@ -164,7 +164,7 @@ class TreeAverage:
     @overload
     def value(self, state: TreeState, like: Like, window: TreeReading | None = None) -> Like: ...
     def value(self, state: TreeState, like: Tree = None, window: TreeReading | None = None) -> Tree:
-        """Return the average, as a new tree. See `value`."""
+        """Return the average, as a new tree. See `tailavg.jax.value`."""
         return value(state, like, window)
 
     def count(self, state: TreeState) -> Array:
@@ -174,7 +174,7 @@ class TreeAverage:
     def size(self, state: TreeState, window: Reading | None = None) -> Array:
         """Return the size of the window, k_t. `profile` has the effective size.
 
-        An `AnyTail` without a window has the size of the whole stream.
+        Without a window, the size of an `AnyTail` is the number of updates so far.
         """
         return size_read(state, window)
 
@@ -201,7 +201,8 @@ class TreeAverage:
         """
         count, folded = int(state.updates), int(state.clock.folded)
         starts, places = blocks_at(state.clock, count)
-        if isinstance(self.rule, Exponential):  # the factor of an error of the open mean in the sum
+        # `carry` is the factor, in the sum, of the rounding error of the open block's mean
+        if isinstance(self.rule, Exponential):
             carry = float(self.rule.decay(folded + 1))
         else:
             carry = folded - starts[-1] if starts else 0
@@ -215,10 +216,10 @@ class TreeAverage:
             for i, row, error in zip(group, rows, errors, strict=True):
                 stacks[names[i]] = row
                 partial[names[i]] += error * carry
-        nothing = {name: np.zeros_like(total) for name, total in partial.items()}
+        zeros = {name: np.zeros_like(total) for name, total in partial.items()}
         blocks = [{name: np.array(stacks[name][place]) for name in partial} for place in places]
-        if starts and folded == starts[-1]:  # its place still has the mean of an older block
-            blocks[-1] = nothing
+        if starts and folded == starts[-1]:  # the place still has the mean of an older block
+            blocks[-1] = zeros
         return layout.state(
             self.rule,
             dtype=self.dtype.name,
@@ -226,13 +227,13 @@ class TreeAverage:
             starts=starts,
             blocks=blocks,
             folded=folded,
-            partial=partial if count else nothing,
+            partial=partial if count else zeros,
         )
 
     def from_state_dict(
         self, saved: Mapping[str, Any] | str | os.PathLike[str], tree: Tree
     ) -> TreeState:
-        """Return the state that any framework saved in the layout of `tailavg.io.state`.
+        """Return a state that any framework saved in the layout of `tailavg.io.state`.
 
         Not inside `jax.jit`.
 
@@ -250,7 +251,7 @@ class TreeAverage:
         rule = layout.rule_from(saved["rule"])
         if rule != self.rule:
             raise ValueError(
-                f"state: expected {self.rule}, got {rule}; create the average with that rule"
+                f"state: expected {self.rule}, got {rule}; create the average with the saved rule"
             )
         count, starts, folded = saved["count"], list(saved["starts"]), saved["folded"]
         layout.check_steps(count, starts, folded)
@@ -260,25 +261,26 @@ class TreeAverage:
         most = np.iinfo(state.updates.dtype).max - 1
         if count > most:
             raise ValueError(
-                f"state: expected a count of at most {most}, since x64 is off, got {count}"
+                f"state: expected a count of at most {most}, since x64 is off, got {count}; "
+                "turn x64 on"
             )
         if not count and not isinstance(saved["partial"], Mapping):
-            return state  # an average without samples knows no shape
+            return state  # saved before the first sample, so without shapes
         named = _named(state.sums)
         shapes = {name: total.shape for name, total in named.items() if is_averaged(total)}
         blocks, partial = layout.by_name(saved, shapes)
         if not count:
             return state
-        nothing = {name: np.zeros(shape, partial[name].dtype) for name, shape in shapes.items()}
-        blocks = [*[nothing] * (self.rule.accumulators - len(starts)), *blocks]
+        zeros = {name: np.zeros(shape, partial[name].dtype) for name, shape in shapes.items()}
+        blocks = [*[zeros] * (self.rule.accumulators - len(starts)), *blocks]
 
         def put(values: Any, like: Array) -> Array:
             array = np.asarray(values)
             if not np.can_cast(array.dtype, like.dtype, "same_kind"):
                 raise ValueError(f"state: expected {like.dtype}, got {array.dtype}")
-            made = jnp.asarray(array.astype(like.dtype))
-            # uncommitted arrays may go to any device
-            placed: Array = jax.device_put(made, like.sharding) if like.committed else made
+            new = jnp.asarray(array.astype(like.dtype))
+            # an uncommitted array stays uncommitted: JAX may move it to any device
+            placed: Array = jax.device_put(new, like.sharding) if like.committed else new
             return placed
 
         def stack(group: list[int], like: Array) -> Array:
@@ -323,12 +325,12 @@ def tail_average(
         rule: An `AnytimeWindow`, an `Exponential` or an `AnyTail`; a window or a number means an
             `AnytimeWindow`.
         dtype: The dtype of the accumulators: `jnp.float32` or `jnp.float64`.
-        bundle: Leaves of up to this many numbers share one array for their means, which is faster
-            to compile and to call if there are many. If such leaves are sharded, one in 256 updates
-            gathers them. With 0 each leaf has its own means, sharded like the leaf.
-        offload: `"cpu"` keeps the means in main memory, if the backend has `pinned_host`. On
-            the device, the average then takes one array of the size of the parameters. Means are
-            moved when they change or are read.
+        bundle: Leaves of up to this many numbers share one array for their means. With many small
+            leaves, the update then compiles and runs faster. If such leaves are sharded, one in 256
+            updates gathers them. With 0, each leaf has its own means, sharded like the leaf.
+        offload: `"cpu"` keeps the means in host memory; the backend needs `pinned_host`. On the
+            device, the average then takes only the sum, as large as the parameters. Means are moved
+            when they change or are read.
 
     Examples:
         >>> average = tail_average(100)
@@ -343,7 +345,7 @@ def tail_average(
     if not isinstance(rule, TracedRule):
         raise TypeError(
             f"rule: expected an AnytimeWindow, an Exponential or an AnyTail, got {rule}, which "
-            "cannot be kept inside jax.jit; AnytimeWindow(window) has the variance of any window"
+            "cannot run inside jax.jit; AnytimeWindow(window) has the same variance"
         )
     if offload not in (None, "cpu"):
         raise ValueError(f'offload: expected "cpu" or None, got {offload!r}')
@@ -355,7 +357,7 @@ def tail_average(
 
 
 def _cut(rows: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
-    """Cut the last axis into arrays of these shapes."""
+    """Split the last axis into arrays of these shapes."""
     *ends, _ = accumulate(map(math.prod, shapes))
     pieces = np.split(rows, ends, axis=-1)
     return [x.reshape((*x.shape[:-1], *shape)) for x, shape in zip(pieces, shapes, strict=True)]
@@ -363,14 +365,15 @@ def _cut(rows: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
 
 @functools.lru_cache
 def _checksum(rule: Rule) -> np.uint32:
-    """Return a number that differs for rules that differ."""
+    """Return a checksum that tells rules apart."""
     return np.uint32(zlib.crc32(json.dumps(layout.plain(rule), sort_keys=True).encode()))
 
 
 def _widened(leaf: Array, total: Array) -> Array:
     """Return a leaf in the dtype of its sum.
 
-    It is first rounded to its own dtype, since XLA may skip that if the same program made the leaf.
+    The leaf is rounded to its own dtype first: XLA may skip this rounding if the same program
+    computed the leaf.
     """
     wide = lax.convert_element_type(leaf, total.dtype)
     if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < wide.dtype.itemsize:
@@ -380,9 +383,9 @@ def _widened(leaf: Array, total: Array) -> Array:
 
 
 def _named(tree: Tree) -> dict[str, Array]:
-    """Return the leaves by their names."""
+    """Return the leaves by name. Raise if two leaves have the same name."""
     leaves = jax.tree.leaves_with_path(tree)
     named = {name_of(path): leaf for path, leaf in leaves}
     if len(named) < len(leaves):
-        raise ValueError("tree: expected a different name for each leaf, got one name for two")
+        raise ValueError("tree: two leaves have the same name; rename the key of one")
     return named

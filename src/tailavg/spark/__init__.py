@@ -1,4 +1,4 @@
-"""Tail averages in Spark: of keys in a stream that never ends, and of rows in a table."""
+"""Tail averages in Spark: for each key of an endless stream or of a table. See `tail_mean`."""
 
 from tailavg.spark.frames import saved_states, tail_mean
 

@@ -1,14 +1,16 @@
-"""Tail averages in Spark: of keys in a stream that never ends, and of rows in a table.
+"""`tail_mean`: tail averages in Spark, for each key of an endless stream or of a table.
 
 tail_mean(events, "loss", 0.25, by="run", order_by="step")   # the last quarter of each run
 
-In a stream, rows travel in bundles. Spark hands rows to a stateful Python function one by one, and
-calls it once for each key: both cost more than the averages. So rows are packed into Arrow bytes
-before they are shuffled, each with those of the same bucket of keys, and unpacked at the end:
+This file makes the query; `job` does the work in the Python processes of Spark. Read it second.
+
+In a stream, rows travel in bundles. Spark passes rows to a stateful Python function one by one and
+calls it once for each key; both cost more than the averages. So the rows of a bucket of keys are
+packed into Arrow bytes before the shuffle and unpacked at the end:
 
     rows ─▶ pack ─▶ shuffle by bucket ─▶ the state of each key: read, average, write ─▶ unpack
 
-What is not averaged passes through as Arrow has it: nothing is rounded, and no null becomes a NaN.
+Columns that are not averaged stay in Arrow: no value is rounded, and no null becomes a NaN.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ from tailavg.spark.job import COLUMN, KEPT, KEY, LATE, STATE, TIE, Job, Late, Ou
 __all__ = ["saved_states", "tail_mean"]
 
 BUCKETS = 64
-"""Into how many parts keys are divided."""
+"""The default number of buckets that keys are divided into."""
 
 _ROCKSDB = "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider"
 _PROVIDER = "spark.sql.streaming.stateStore.providerClass"
@@ -67,37 +69,38 @@ def tail_mean(
     initial_state: DataFrame | None = None,
     buckets: int = BUCKETS,
 ) -> DataFrame:
-    """Average the tail of each key, after each row of a stream or a table.
+    """Return the tail average of each key, after each row of a stream or a table.
 
-    The averages of `"loss"` are in a column `loss_tail`; of several windows there is one for each,
+    The averages of `"loss"` are in a column `loss_tail`; with several windows, each has a column,
     such as `loss_tail_0_25`. A streaming query needs the RocksDB state store, append mode (the
-    default) and a checkpoint. Then each row is averaged exactly once, whatever is killed.
+    default) and a checkpoint. Each row is then averaged exactly once, even if processes are killed.
 
     Args:
         df: A DataFrame, streaming or not, of Spark or Spark Connect.
-        columns: What to average: the names of columns of numbers.
-        rule: How many samples are averaged, and how: a number (an int for the last that many, a
-            float in (0, 1] for the last fraction), a window or a rule, as for `TailAverage`. Or
-            several numbers or windows: one `AnyTail` serves all fractions.
-        by: The columns of the key. Without any, there is one average of all.
+        columns: The names of the columns to average, which must be numeric.
+        rule: How many samples to average, and how: a number (an int n for the last n, a float in
+            (0, 1] for the last fraction), a window or a rule, as for `TailAverage`. Or several
+            numbers or windows: one `AnyTail` serves all fractions.
+        by: The columns of the key. Without any, all rows share one average.
         order_by: The column that puts the rows of a key in order: numbers, dates or timestamps.
-            Spark keeps no order of its own, so a table needs it. A stream without it takes the rows
-            of a micro-batch as they arrive. Rows of the same key and order are taken in that of a
-            hash of their values: as good as random, and always the same.
+            Spark does not keep rows in order, so a table needs `order_by`. A stream without it
+            takes the rows of a micro-batch as they arrive. Rows with equal keys and equal
+            `order_by` are ordered by a hash of their samples: arbitrary, but reproducible.
         output: `"rows"` adds columns to the rows. `"latest"` has one row for each key (in a stream,
             for each key and micro-batch): the key, `order_by` and the averages.
-        late: What is done with a row whose `order_by` is less than that of one averaged in an
-            earlier micro-batch, or null: `"include"` averages it as if it were next, `"drop"` drops
-            it, `"error"` ends the query. Their number is in the query's progress, in
-            `observedMetrics`, under `"tailavg loss_tail"`.
-        nan_policy: What is done with a null or NaN in `columns`. `"omit"`: it is not counted, and
-            the row has the average as it was, or null if there is none yet. `"propagate"`: averages
-            are NaN while they have it in their window. `"raise"` ends the query.
-        ttl: Forget a key that has had no row for so long, of the clock on the wall. Streams only.
-        initial_state: States to go on from, as `saved_states` gives them. In a stream they are
-            taken at its very first start only.
-        buckets: Into how many parts the keys of a stream are divided: the most tasks that work side
-            by side. It stays the same for a checkpoint.
+        late: How to treat late rows. A row is late if its `order_by` is null, or less than the
+            latest of its key in earlier micro-batches. `"include"` averages it as the next row,
+            `"drop"` drops it, `"error"` ends the query. The query's progress has the number of late
+            rows in `observedMetrics`, under `"tailavg loss_tail"`.
+        nan_policy: How to treat nulls and NaNs in `columns`. `"omit"` skips them: the row is not
+            counted and repeats the previous average, or is null if there is none yet.
+            `"propagate"`: an average is NaN while its window has a null or NaN. `"raise"` ends the
+            query.
+        ttl: Forget a key that has had no row for this long in processing time. Streams only.
+        initial_state: The states to continue, as returned by `saved_states`. A streaming query
+            reads them at its very first start only.
+        buckets: The number of buckets that the keys of a stream are divided into, which limits the
+            number of parallel tasks. It must stay the same for a checkpoint.
     """
     columns, by = _names(columns, "columns"), _names(by, "by")
     for name, value, allowed in (
@@ -138,9 +141,9 @@ def tail_mean(
         averaged = averaged.observe(f"tailavg {names[0]}", late_rows)
     else:
         if ttl is not None:
-            raise ValueError("ttl: expected none for a table, which has no clock, got one")
+            raise ValueError("ttl: it applies to streams only; leave it out for a table")
         if order_by is None:
-            raise ValueError("order_by: expected a column, since a table has no order, got none")
+            raise ValueError("order_by: a table has no order; name a column to order by")
         averaged = _of_table(job, df, states)
     return averaged.where(KEPT).drop(LATE, KEPT, KEY)
 
@@ -148,19 +151,19 @@ def tail_mean(
 def saved_states(spark: SparkSession, checkpoint: str, operator: int = 0) -> DataFrame:
     """Return the states in the checkpoint of a streaming query, one row for each average.
 
-    The columns are those of the key, `order_by` with the latest it has seen, `column`, the name of
-    the column averaged, and `state`, JSON that `TailAverage.from_state_dict` takes. `tail_mean`
-    takes all of it as `initial_state`.
+    The columns are the columns of the key; `order_by`, with the latest value of the key; `column`,
+    with the name of the averaged column; and `state`, with the `state_dict` of a `TailAverage` as
+    JSON. The result can be the `initial_state` of `tail_mean`.
 
     Args:
         spark: The session.
         checkpoint: The folder of the query's checkpoint.
-        operator: The number of the stateful operation, if the query has several.
+        operator: The number of the stateful operator, if the query has several.
     """
     reader = spark.read.format("statestore").option("operatorId", operator)
     described = reader.option("stateVarName", "description").load(checkpoint).collect()
     if not described:
-        raise ValueError(f"{checkpoint}: expected a checkpoint of a query that has run, got none")
+        raise ValueError(f"{checkpoint}: no states; pass the checkpoint of a query that has run")
     job = Job.from_text(described[0]["value"]["text"])
     saved = reader.option("stateVarName", "averages").load(checkpoint)
     key: Any = saved.schema["user_map_key"].dataType
@@ -175,31 +178,31 @@ def saved_states(spark: SparkSession, checkpoint: str, operator: int = 0) -> Dat
 def _names(names: str | Sequence[str], option: str) -> tuple[str, ...]:
     listed = (names,) if isinstance(names, str) else tuple(names)
     if not all(isinstance(name, str) for name in listed) or len(set(listed)) < len(listed):
-        raise ValueError(f"{option}: expected names of columns, each once, got {names!r}")
+        raise ValueError(f"{option}: expected different names of columns, got {names!r}")
     if not listed and option == "columns":
         raise ValueError("columns: expected at least one to average, got none")
     return listed
 
 
 def _reads(rule: Any) -> tuple[list[tuple[Rule, Window | None]], list[str]]:
-    """Return, for each average of a column, its rule and the window to read; and its suffix."""
+    """Return the averages of a column: each one's rule and window to read, and name suffix."""
     if isinstance(rule, list | tuple):
         windows = [as_window(window, "rule") for window in rule]
         if not windows or len(set(windows)) < len(windows):
-            raise ValueError(f"rule: expected at least one window, each once, got {rule!r}")
+            raise ValueError(f"rule: expected one or more different windows, got {rule!r}")
         return shared_rules(windows), [f"_{_text(window)}" for window in windows]
     rule = as_rule(rule)
     if isinstance(rule, AnyTail):
         raise no_window_error("pass its windows instead, as in [0.1, 0.25, 0.5]")
     if isinstance(rule, ExactWindow):
         raise ValueError(
-            f"rule: expected a rule that stores no samples, got {rule}; pass its window alone"
+            f"rule: expected a rule that stores no samples, got {rule}; pass its window instead"
         )
     return [(rule, None)], [""]
 
 
 def _text(window: Window) -> str:
-    """Return a window for the name of a column: without a dot, which would need quotes in SQL."""
+    """Return a window for the name of a column, without dots, which need quotes in SQL."""
     if isinstance(window, Fixed):
         return str(window.k)
     most = "" if window.at_most is None else f"_{window.at_most}"
@@ -217,12 +220,12 @@ def _check_columns(
     for name in schema.names:
         if "." in name or "`" in name:
             raise ValueError(
-                f"df: expected columns without dots or backticks in their names, which Spark takes "
-                f"for parts of columns on the way to Python, got {name!r}; rename it"
+                f"df: column {name!r} has a dot or a backtick in its name, which Spark misreads "
+                "when it passes rows to Python; rename it"
             )
         if name in new:
             raise ValueError(
-                f"df: expected no column {name!r}, where the averages go; rename or drop it"
+                f"df: column {name!r} exists, but its name is that of an average; rename or drop it"
             )
     if order_by in by:
         raise ValueError(f"order_by: expected a column that is not in by, got {order_by!r}")
@@ -230,7 +233,7 @@ def _check_columns(
     order = [] if order_by is None else [order_by]
     for option, names, allowed, expected in (
         ("columns", columns, _NUMERIC, "numbers; cast it"),
-        ("by", by, _PLAIN, "plain values; select its parts"),
+        ("by", by, _PLAIN, "plain values; select its fields"),
         ("order_by", order, _ORDERED, "numbers, dates or timestamps; cast it"),
     ):
         for name in names:
@@ -243,7 +246,7 @@ def _check_columns(
 
 
 def _initial(job: Job, states: DataFrame, schema: Any) -> DataFrame:
-    """Return initial states, with the columns of the key as the data has them."""
+    """Return initial states, with the columns of the key in the types of the data."""
     if job.by == (KEY,):
         states = states.withColumn(KEY, sql.lit(""))
     if job.order_by is not None and job.order_by not in states.columns:
@@ -251,7 +254,7 @@ def _initial(job: Job, states: DataFrame, schema: Any) -> DataFrame:
     for name in (*job.by, "column", "state"):
         if name not in states.columns:
             raise ValueError(
-                f"initial_state: expected a column {name!r}, as of saved_states, got "
+                f"initial_state: expected a column {name!r}, as in saved_states, got "
                 f"{states.columns}"
             )
     typed = [sql.col(name).cast(schema[name].dataType).alias(name) for name in job.key_and_order]
@@ -261,7 +264,7 @@ def _initial(job: Job, states: DataFrame, schema: Any) -> DataFrame:
 def _of_stream(
     job: Job, df: DataFrame, states: DataFrame | None, ttl: timedelta | None
 ) -> DataFrame:
-    """Average a stream by a stateful operation."""
+    """Average a stream with a stateful operator."""
     spark = df.sparkSession
     if "RocksDB" not in (spark.conf.get(_PROVIDER, "") or ""):
         raise ValueError(
@@ -288,21 +291,21 @@ def _of_stream(
 
 
 def _of_table(job: Job, df: DataFrame, states: DataFrame | None) -> DataFrame:
-    """Average partitions whose rows are sorted by key, states first: one key after another."""
+    """Average a table: sort the rows of each partition by key, states first, then scan them."""
     schema = _schema(job, df)
     order: list[Any] = [*job.by]
     if states is not None:
         df = df.unionByName(states, allowMissingColumns=True)
         order.append(sql.col(STATE).isNull())
-    first = sql.col(str(job.order_by))
-    if job.order_type in ("float", "double"):  # in order, a NaN is as a null
-        first = sql.nanvl(first, sql.lit(None))
-    rows = df.repartition(*job.by).sortWithinPartitions(*order, first, TIE)
+    order_by = sql.col(str(job.order_by))
+    if job.order_type in ("float", "double"):  # NaNs come first, as nulls do
+        order_by = sql.nanvl(order_by, sql.lit(None))
+    rows = df.repartition(*job.by).sortWithinPartitions(*order, order_by, TIE)
     return rows.mapInArrow(job.average_sorted, schema)
 
 
 def _schema(job: Job, df: DataFrame) -> Any:
-    """Return the columns of the result, and two of ours."""
+    """Return the columns of the result, and the internal columns LATE and KEPT."""
     names = df.columns if job.output == "rows" else job.key_and_order
     schema = kinds.StructType([df.schema[name] for name in names if name != TIE])
     for name in job.names:
@@ -311,13 +314,13 @@ def _schema(job: Job, df: DataFrame) -> Any:
 
 
 class _Processor(StatefulProcessor):
-    """Holds the state of each key of a stream, in a map for each bucket."""
+    """The stateful operator: a map for each bucket holds the states of its keys."""
 
     def __init__(self, job: Job, key: Any, ttl: timedelta | None) -> None:
         self._job, self._key, self._ttl = job, key, ttl
 
     def init(self, handle: Any) -> None:
-        """Name what is held."""
+        """Create the state variables."""
         ttl = None if self._ttl is None else max(1, round(self._ttl / timedelta(milliseconds=1)))
         self._states = handle.getMapState("averages", self._key, "state binary", ttl)
         self._description = handle.getValueState("description", "text string")
@@ -336,16 +339,16 @@ class _Processor(StatefulProcessor):
             yield pd.DataFrame({"rows": [jobs.to_bytes(result.slice(start, jobs.ROWS))]})
 
     def handleInitialState(self, key: Any, initialState: pd.DataFrame, timerValues: Any) -> None:
-        """Take the states of a bucket."""
+        """Save the initial states of a bucket."""
         if key[0] != jobs.CHECK:
             rows = jobs.from_bytes(initialState.iloc[:, -1])
             self._save(self._job.from_json(rows, self._load))
 
     def close(self) -> None:
-        """Do nothing: nothing is left open."""
+        """Do nothing: there is nothing to close."""
 
     def _check(self) -> None:
-        """Raise if the checkpoint is of other averages."""
+        """Describe the averages in a new checkpoint; raise if an old one has other averages."""
         described = self._description.get()
         if described is None:
             self._description.update((self._job.text(),))

@@ -1,4 +1,8 @@
-"""`Job`: what every process of Spark does to rows. Arrow in, Arrow out, and states as bytes."""
+"""`Job`: the work of Spark's Python processes. Rows are in Arrow, and states are bytes.
+
+`frames` calls `pack` and `unpack` around the shuffle of a stream, `average` for a bucket of keys,
+`average_sorted` for a table, and `to_json` and `from_json` for saved states.
+"""
 
 from __future__ import annotations
 
@@ -32,15 +36,15 @@ Output = Literal["rows", "latest"]
 Late = Literal["include", "drop", "error"]
 
 VERSION = 1
-"""The version of the bytes that the state of a key is."""
+"""The version of the bytes of a state."""
 
 CHECK = -1
-"""A bucket without keys. Every micro-batch has it, to check the checkpoint once."""
+"""A bucket without keys, in every micro-batch, for which the checkpoint is checked."""
 
 ROWS = 50_000
-"""The most rows in a bundle that is given back."""
+"""The maximum number of rows in a bundle of results."""
 
-# Columns of ours beside those of the user.
+# Internal columns, beside the columns of the user.
 BUCKET, KEY = "__tailavg_bucket", "__tailavg_key"
 LATE, KEPT = "__tailavg_late", "__tailavg_kept"
 COLUMN, STATE, TIE = "__tailavg_column", "__tailavg_state", "__tailavg_tie"
@@ -56,18 +60,18 @@ ORDERS = {
     "timestamp": pa.timestamp("us", "UTC"),
     "timestamp_ntz": pa.timestamp("us"),
 }
-"""What rows can be ordered by: the names of types in Spark, and the types in Arrow."""
+"""The types that rows can be ordered by: their names in Spark, and the types in Arrow."""
 
 Load = Callable[[list[Any]], list[Any]]
-"""A function that returns the state of each of some keys: bytes, or None."""
+"""A function that takes keys and returns the state of each, as bytes, or None if it is new."""
 
 _FIXED = ("columns", "rules", "by", "order_by", "order_type", "nan_policy", "buckets")
-"""What must stay the same when a query goes on: all that states depend on."""
+"""The fields that states depend on. They must not change when a query resumes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """The arguments of `tail_mean`, and what is done with them in the processes of Spark."""
+    """The arguments of `tail_mean`, and the functions that run in the processes of Spark."""
 
     columns: tuple[str, ...]
     rules: tuple[Rule, ...]
@@ -76,7 +80,7 @@ class Job:
     order_type: str | None
     nan_policy: NanPolicy
     buckets: int
-    # what may change when a query goes on:
+    # these may change when a query resumes:
     reads: tuple[tuple[Rule, Window | None], ...] = ()
     names: tuple[str, ...] = ()
     output: Output = "rows"
@@ -87,13 +91,13 @@ class Job:
         """The columns of the key, and the one that orders rows."""
         return self.by if self.order_by is None else (*self.by, self.order_by)
 
-    # What a checkpoint says of itself.
+    # The description of the job in a checkpoint.
 
     def text(self) -> str:
-        """Return what must stay the same, as JSON."""
-        kept = {name: getattr(self, name) for name in _FIXED}
-        kept["rules"] = [layout.plain(rule) for rule in self.rules]
-        return json.dumps({"format": "tailavg spark", "version": VERSION, **kept})
+        """Return the fields that must not change, as JSON."""
+        fixed = {name: getattr(self, name) for name in _FIXED}
+        fixed["rules"] = [layout.plain(rule) for rule in self.rules]
+        return json.dumps({"format": "tailavg spark", "version": VERSION, **fixed})
 
     @classmethod
     def from_text(cls, text: str) -> Job:
@@ -108,14 +112,14 @@ class Job:
         return cls(**saved | {name: tuple(saved[name]) for name in ("columns", "rules", "by")})
 
     def check(self, text: str) -> None:
-        """Raise a ValueError if a checkpoint is of other averages."""
+        """Raise a ValueError if the job of a checkpoint, as `text`, has other averages."""
         before = Job.from_text(text)
         for name in _FIXED:
             was, now = getattr(before, name), getattr(self, name)
             if was != now:
                 raise ValueError(
-                    f"{'rule' if name == 'rules' else name}: expected {_listed(was)}, with which "
-                    f"this checkpoint was made, got {_listed(now)}; start with a new checkpoint"
+                    f"{'rule' if name == 'rules' else name}: the checkpoint was made with "
+                    f"{_listed(was)}, got {_listed(now)}; start with a new checkpoint"
                 )
 
     # Bundles of rows.
@@ -149,7 +153,7 @@ class Job:
         return np.dtype([("version", "u1"), ("ordered", "?"), ("order", order), *fields])
 
     def _records(self, states: Iterable[Any]) -> Array:
-        """Return the states of several keys as records that can be changed; None is a new key."""
+        """Return the states of several keys as a writable array. The state of a new key is None."""
         new = np.zeros(1, self._record)
         new["version"] = VERSION
         empty = new.tobytes()
@@ -157,8 +161,8 @@ class Job:
         for state in known:
             if len(state) != len(empty) or state[0] != VERSION:
                 raise ValueError(
-                    f"state: expected {len(empty)} bytes, the first of them {VERSION}, got "
-                    f"{len(state)}, {short_repr(state)}"
+                    f"corrupt state: expected {len(empty)} bytes, starting with {VERSION}, got "
+                    f"{len(state)} bytes: {short_repr(state)}"
                 )
         return np.frombuffer(b"".join(known), self._record).copy()
 
@@ -171,13 +175,13 @@ class Job:
         }
 
     def _to_bytes(self, records: Array, tables: Mapping[Any, Table]) -> list[bytes]:
-        """Return the records with these averages, each as bytes."""
+        """Put the averages into the records, and return each record as bytes."""
         for i, table in enumerate(tables.values()):
             records[str(i)] = table.records()
         return [record.tobytes() for record in records]
 
     def to_json(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Turn states into JSON: a row for each column and rule."""
+        """Convert states to JSON: a row for each column and rule."""
         for batch in batches:
             records = self._records(batch.column("state").to_pylist())
             keys = batch.drop_columns(["state"])
@@ -199,7 +203,7 @@ class Job:
         return numbers.cast(kind)
 
     def from_json(self, rows: pa.Table, load: Load) -> Iterator[tuple[Any, bytes]]:
-        """Return the keys in rows of states in JSON, and the state of each as bytes."""
+        """Return the keys in rows of JSON states, and the state of each key as bytes."""
         codes, keys = _codes(rows, self.by)
         records = self._records(load(keys))
         tables = self._tables(records)
@@ -214,8 +218,8 @@ class Job:
                 )
             if (column, average.rule) not in tables:
                 raise ValueError(
-                    f"initial_state: expected averages of {_listed(self.columns)} by "
-                    f"{_listed(self.rules)}, got one of {column!r} by {average.rule}"
+                    f"initial_state: expected averages of {_listed(self.columns)} with "
+                    f"{_listed(self.rules)}, got an average of {column!r} with {average.rule}"
                 )
             if average.count:
                 tables[column, average.rule].put(np.array([row]), as_row(average))
@@ -260,8 +264,8 @@ class Job:
             rows = rows.select(self.key_and_order).take(pa.array(ends))
             averages = [average.take(pa.array(ends)) for average in averages]
             late, kept = np.bincount(codes, late).astype(np.int32), kept[ends]
-        ours = [*averages, pa.array(late), pa.array(kept)]
-        for name, column in zip((*self.names, LATE, KEPT), ours, strict=True):
+        new_columns = [*averages, pa.array(late), pa.array(kept)]
+        for name, column in zip((*self.names, LATE, KEPT), new_columns, strict=True):
             rows = rows.append_column(name, column)
         return rows, zip(keys, self._to_bytes(records, tables), strict=True)
 
@@ -285,17 +289,18 @@ class Job:
         key = {name: rows[name][row].as_py() for name in self.by if name != KEY}
         last = self._orders(records[codes[row : row + 1]])[0].as_py()
         return ValueError(
-            f"{self.order_by}: expected at least {last}, the latest so far (late='error'), got "
-            f"{rows[self.order_by][row].as_py()} in a row of {key}; {int(late.sum())} rows are late"
+            f"{self.order_by}: expected at least {last}, the latest so far, got "
+            f"{rows[self.order_by][row].as_py()} in a row of {key} ({int(late.sum())} rows are "
+            "late); pass late='include' or late='drop' to accept late rows"
         )
 
     def average_sorted(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Average rows that are sorted by key, those of states first.
+        """Average rows that are sorted by key; the states of a key come before its other rows.
 
         Only the state of the last key is kept from batch to batch.
         """
         states: dict[Any, bytes] = {}
-        latest = None  # with output="latest", the row of a key that may go on
+        latest = None  # with output="latest", the row of a key that the next batch may continue
 
         def load(keys: list[Any]) -> list[Any]:
             return [states.get(key) for key in keys]
@@ -322,10 +327,10 @@ class Job:
 
 
 def _spread(buckets: int) -> Array:
-    """Return a number for each bucket, so that Spark spreads them evenly over its partitions.
+    """Return a number for each bucket, so that Spark spreads buckets evenly over its partitions.
 
-    Spark puts the number i into partition hash(i) mod n. If that is i mod n for n = `buckets`, it
-    is so for every n that divides `buckets`, too.
+    Spark puts a number into partition hash(number) mod n. Here, the number of bucket i has
+    hash(number) mod `buckets` = i, so buckets are spread evenly for every n that divides `buckets`.
     """
     numbers: dict[int, int] = {}
     number = 0
@@ -371,7 +376,7 @@ def from_bytes(bundles: Iterable[bytes]) -> pa.Table:
 
 
 def _codes(rows: pa.Table, by: Sequence[str]) -> tuple[Array, list[Any]]:
-    """Return the number of each row's key, in order of appearance, and the keys as tuples."""
+    """Return the key number of each row, in order of appearance, and the keys as tuples."""
     codes = np.zeros(len(rows), np.int64)
     for name in by:
         values = _key_column(rows, name).dictionary_encode(null_encoding="encode")
@@ -383,14 +388,14 @@ def _codes(rows: pa.Table, by: Sequence[str]) -> tuple[Array, list[Any]]:
 
 
 def _keys(rows: pa.Table, by: Sequence[str]) -> list[Any]:
-    """Return the key of each row: the same object for every NaN, which does not equal itself."""
+    """Return the key of each row. All NaNs are one object: NaN is not equal to NaN."""
     columns = [_key_column(rows, name).to_pylist() for name in by]
     columns = [[math.nan if value != value else value for value in column] for column in columns]
     return list(zip(*columns, strict=True))
 
 
 def _key_column(rows: pa.Table, name: str) -> pa.Array:
-    """Return a column of a key; -0.0 and 0.0 are one key."""
+    """Return a column of a key, with 0.0 for -0.0: both are one key."""
     column = rows[name].combine_chunks()
     return pc.add(column, 0.0) if pa.types.is_floating(column.type) else column
 
@@ -404,7 +409,7 @@ def _floats(column: pa.ChunkedArray) -> Array:
 
 
 def _ranks(column: pa.ChunkedArray) -> tuple[Array, Array]:
-    """Return where a column to order by is known, and its numbers, with 0 where it is not."""
+    """Return where an order is known, neither null nor NaN, and its numbers, 0 where unknown."""
     if pa.types.is_date32(column.type):
         column = column.cast(pa.int32())
     kind = pa.float64() if pa.types.is_floating(column.type) else pa.int64()
@@ -414,5 +419,5 @@ def _ranks(column: pa.ChunkedArray) -> tuple[Array, Array]:
 
 
 def _listed(values: Any) -> str:
-    """Return a value as in a message."""
+    """Return a value as text for an error message."""
     return ", ".join(map(str, values)) if isinstance(values, tuple) else repr(values)
