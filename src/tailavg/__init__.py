@@ -2,7 +2,7 @@
 
 TYPE_CHECKING = False  # as in typing, which takes time to import
 if TYPE_CHECKING:
-    from tailavg.core.decay import Decay
+    from tailavg.core.readings import Decay, Freshest
     from tailavg.core.profile import Profile
     from tailavg.core.rules import AnyTail, AnytimeWindow, ExactWindow, Exponential, RawTail
     from tailavg.core.windows import Fixed, Growing
@@ -31,7 +31,7 @@ def __getattr__(name: str) -> object:
     if name in ("core", "numpy"):
         return import_module(f"tailavg.{name}")
     if name in __all__:
-        for module in ("numpy", "core.rules", "core.windows", "core.decay", "core.profile"):
+        for module in ("numpy", "core.rules", "core.windows", "core.readings", "core.profile"):
             found = vars(import_module(f"tailavg.{module}"))
             globals().update({each: found[each] for each in __all__ if each in found})
         return globals()[name]

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from tailavg.core import profile as profiles
 from tailavg.core.clock import SUM, Store, clock_for
-from tailavg.core.decay import Reading
+from tailavg.core.readings import Reading
 from tailavg.core.rules import (
     ExactWindow,
     Rule,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from inspect import Parameter, signature
 from typing import Any
 
-from tailavg.core.decay import Reading
+from tailavg.core.readings import Reading
 from tailavg.core.rules import Rule, as_training_rule, check_window, refuses_decay
 from tailavg.core.windows import AnyWindow
 from tailavg.extras import needs

@@ -20,7 +20,7 @@ with needs("optax"):
     import optax
     from jax import Array
 
-from tailavg.core.decay import Reading
+from tailavg.core.readings import Reading
 from tailavg.core.rules import Rule, refuses_decay
 from tailavg.core.windows import AnyWindow
 from tailavg.jax import TreeState

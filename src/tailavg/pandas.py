@@ -17,7 +17,7 @@ with needs("pandas"):
     import pandas as pd
     from pandas.api.typing import DataFrameGroupBy, SeriesGroupBy
 
-from tailavg.core.decay import Reading
+from tailavg.core.readings import Reading
 from tailavg.core.rules import Rule
 from tailavg.core.windows import AnyWindow
 from tailavg.numpy.arithmetic import Array

@@ -17,7 +17,7 @@ from tailavg.extras import needs
 with needs("polars"):
     import polars as pl
 
-from tailavg.core.decay import Reading
+from tailavg.core.readings import Reading
 from tailavg.core.rules import Rule
 from tailavg.core.windows import AnyWindow
 from tailavg.numpy.arithmetic import Array

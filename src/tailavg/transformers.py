@@ -17,7 +17,7 @@ from weakref import WeakSet
 
 from torch.utils.hooks import RemovableHandle
 
-from tailavg.core.decay import Reading
+from tailavg.core.readings import Reading
 from tailavg.core.rules import Rule, as_training_rule, check_window
 from tailavg.core.windows import AnyWindow, positive_int
 from tailavg.extras import needs

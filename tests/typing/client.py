@@ -43,7 +43,7 @@ from tailavg import (
     TailAverages,
 )
 from tailavg.checkpoints import average_checkpoints
-from tailavg.core.decay import Reading
+from tailavg.core.readings import Reading
 
 Reals = npt.NDArray[np.float64]
 

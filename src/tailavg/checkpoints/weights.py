@@ -13,7 +13,7 @@ import numpy as np
 
 from tailavg.checkpoints.checkpoint import CheckpointError, reading
 from tailavg.core.clock import starts_at
-from tailavg.core.decay import Decay
+from tailavg.core.readings import Decay
 from tailavg.core.profile import dense_weights
 from tailavg.core.rules import ExactWindow, WindowRule
 from tailavg.core.windows import AnyWindow, Fixed, Growing, Reals

@@ -12,7 +12,7 @@ import typer
 from tailavg.cli import options
 from tailavg.cli.common import fail
 from tailavg.cli.options import Method, parse_rule, parse_windows, window_name
-from tailavg.core.decay import Decay
+from tailavg.core.readings import Decay
 from tailavg.core.rules import WindowRule
 from tailavg.core.windows import Window
 

@@ -23,7 +23,7 @@ from typing import Self
 
 import numpy as np
 
-from tailavg.core.decay import Decay, Reading
+from tailavg.core.readings import ByAge, Reading
 from tailavg.core.equation import split
 from tailavg.core.rules import (
     AnyTail,
@@ -321,8 +321,8 @@ class BlockClock(Clock):
         """
         t, blocks = self.count, self.blocks
         reading = window_of(self.rule, window, t)
-        if isinstance(reading, Decay):
-            return self._decayed(reading)
+        if isinstance(reading, ByAge):
+            return self._terms_by_age(reading)
         ends = [*blocks[1:], t]
         sizes = [end - start for start, end in zip(blocks, ends, strict=True)]
         first, each, of_old = split(sizes, reading.size(t))
@@ -331,11 +331,11 @@ class BlockClock(Clock):
         terms += [(each * sizes[i], i) for i in range(first, len(sizes)) if sizes[i]]
         return [*terms, (each, SUM)] if t > self.folded else terms
 
-    def _decayed(self, decay: Decay) -> list[tuple[float, int]]:
-        """Return the terms of a `Decay`: see `terms`."""
+    def _terms_by_age(self, reading: ByAge) -> list[tuple[float, int]]:
+        """Return the terms of a reading that weighs blocks by age: see `terms`."""
         t, blocks, last = self.count, self.blocks, len(self.blocks) - 1
         sizes = [end - start for start, end in pairwise([*blocks, t])]
-        weights = decay.read(sizes, t)
+        weights = reading.read(sizes, t)
         in_sum = t - self.folded
         each = weights[last] / sizes[last]  # of a sample of the open block
         weights[last] = each * (sizes[last] - in_sum)

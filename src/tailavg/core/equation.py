@@ -2,6 +2,7 @@
 
 `weights` solves it for two groups of samples. Numbers, arrays, traced values and compiled loops all
 call it, and differ only in the square root they pass. `split` and `read` apply it to blocks.
+`freshest` solves it for all blocks at once.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["read", "split", "square_root", "weights"]
+__all__ = ["freshest", "read", "split", "square_root", "weights"]
 
 
 def weights(old: Any, new: Any, excess: Any, sqrt: Callable[[Any], Any] = math.sqrt) -> Any:
@@ -77,3 +78,46 @@ def read(sizes: Sequence[int], k: float) -> list[float]:
     first, each, of_old = split(sizes, k)
     older = [0.0] * (first - 1) + [of_old] if first else []
     return older + [each * size for size in sizes[first:]]
+
+
+def freshest(ages: Any, k: Any, xp: Any) -> Any:
+    """Return the weights of blocks whose mean has the variance of k samples and is the freshest.
+
+    Block b has n_b samples, whose mean age is a_b. Among all weights w_b with Σ w_b = 1 and
+    Σ w_b²/n_b = 1/k, the mean age Σ w_b a_b is least for
+
+        w_b = n_b / N · (1 + (ā - a_b) · sqrt((N - k) / (k V)))
+
+    where N, ā and V are the number of samples, their mean age and the variance of the a_b. The
+    oldest blocks are left out, one by one, while their weight would be negative. For two blocks,
+    this is `weights`.
+
+    The blocks are consecutive, and the newest begins at age 0. So N is the age at which the oldest
+    begins, ā is N / 2, and V is (N³ - Σ n_b³) / 12N. That difference is the sum of
+    3 n_b N_b (N_b - n_b), where N_b samples are in block b and newer ones: nothing cancels.
+
+    Args:
+        ages: The ages at which blocks begin, oldest first, and the 0 at which the newest ends. They
+            lie along the first axis. Empty blocks come first.
+        k: The number of samples, at most all of them.
+        xp: The module of the arrays, `numpy` or `jax.numpy`.
+
+    Examples:
+        >>> import numpy as np
+        >>> freshest(np.array([150.0, 50, 0]), 100, np).round(6)
+        array([0.333333, 0.666667])
+        >>> freshest(np.arange(8.0, -1, -1), 6, np).round(3)
+        array([0.015, 0.046, 0.077, 0.109, 0.141, 0.173, 0.204, 0.235])
+    """
+    older, newer = ages[:-1], ages[1:]
+    spreads = xp.cumsum((3.0 * older * newer * (older - newer))[::-1], axis=0)[::-1]
+
+    def slope(samples: Any, spread: Any) -> Any:  # without a second block, the spread is 0
+        excess = xp.maximum(0.0, samples - k)
+        return xp.sqrt(3.0 * samples / xp.maximum(spread, 1.0) * (excess / k))
+
+    kept = newer * slope(older, spreads) <= 1.0  # the oldest of these has a weight of at least 0
+    samples = xp.max(xp.where(kept, older, 0.0), axis=0)
+    spread = xp.max(xp.where(kept, spreads, 0.0), axis=0)
+    tilted = 1.0 + (samples - older - newer) * slope(samples, spread)
+    return xp.where(older <= samples, xp.maximum(0.0, (older - newer) / samples * tilted), 0.0)

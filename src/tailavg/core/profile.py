@@ -8,7 +8,7 @@ from itertools import dropwhile, pairwise
 
 import numpy as np
 
-from tailavg.core.decay import Decay, Reading
+from tailavg.core.readings import ByAge, Reading
 from tailavg.core.equation import read
 from tailavg.core.rules import ExactWindow, Exponential, Rule, size_of, window_of
 from tailavg.core.windows import Reals
@@ -101,6 +101,6 @@ def block_weights(
     reading = window_of(rule, window, t)
     if isinstance(rule, ExactWindow):
         return sizes, [1.0 / len(sizes)] * len(sizes)
-    if isinstance(reading, Decay):
+    if isinstance(reading, ByAge):
         return sizes, reading.read(sizes, t)
     return sizes, read(sizes, size_of(rule, window, t))

@@ -23,7 +23,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 import numpy as np
 
-from tailavg.core.decay import Decay, Reading
+from tailavg.core.readings import ByAge, Decay, Reading
 from tailavg.core.equation import square_root, weights
 from tailavg.core.windows import (
     NEVER,
@@ -255,11 +255,11 @@ class AnyTail:
                 best, least, since = block, size, after
         return best
 
-    def window(self, window: Reading | None, t: int) -> Window | Decay:
-        """Return the window or decay to read with at step t. A linear decay is the plain window."""
+    def window(self, window: Reading | None, t: int) -> Window | ByAge:
+        """Return what to read with at step t. A linear decay is the plain window."""
         if window is None:
             raise no_window_error()
-        reading = window if isinstance(window, Decay) else as_window(window)
+        reading = window if isinstance(window, ByAge) else as_window(window)
         if isinstance(reading, Decay) and reading.shape == "linear":
             reading = reading.window
         if not self.reads(reading, t):
@@ -270,7 +270,7 @@ class AnyTail:
             )
         return reading
 
-    def reads(self, window: Window | Decay, t: int) -> bool:
+    def reads(self, window: Window | ByAge, t: int) -> bool:
         """Return whether a window is long enough to be read at step t, and so at steps before."""
         return bool(window.size(t) >= self.shortest * t * (1 - float(TIE)))
 
@@ -335,10 +335,10 @@ Rule = WindowRule | AnyTail
 
 def as_rule(rule: AnyWindow | Rule) -> Rule:
     """Return a rule. A window, or a number that stands for one, becomes an `AnytimeWindow`."""
-    if isinstance(rule, Decay):
+    if isinstance(rule, ByAge):
         raise TypeError(
             f"rule: expected a number, a window or a rule, got {rule}; average with AnyTail(), and "
-            "read that with the decay"
+            f"read that with value({type(rule).__name__}(…))"
         )
     return rule if isinstance(rule, Rule) else AnytimeWindow(as_window(rule, "rule"))
 
@@ -380,7 +380,7 @@ def _samples_of(decay: float) -> int:
     return round((1 + exact) / (1 - exact))
 
 
-def window_of(rule: Rule, window: Reading | None, t: int) -> Window | Decay:
+def window_of(rule: Rule, window: Reading | None, t: int) -> Window | ByAge:
     """Return what to read an average with at step t: the rule's own window, or `window`."""
     if isinstance(rule, AnyTail):
         return rule.window(window, t)
@@ -407,7 +407,7 @@ def check_window(rule: Rule, window: Reading | None, steps: int | None = None) -
         return
     if window is None:
         raise ValueError("AnyTail has no window of its own: pass one, as in window=0.25")
-    reading = window if isinstance(window, Decay) else as_window(window)
+    reading = window if isinstance(window, ByAge) else as_window(window)
     if rule.reads(reading, NEVER if steps is None else steps):
         return
     least = f"{rule.shortest:g}"

@@ -23,7 +23,7 @@ from jax import Array
 from tailavg.core import clock as core
 from tailavg.core import equation
 from tailavg.core.clock import FOLD, SMALLEST
-from tailavg.core.decay import Decay
+from tailavg.core.readings import ByAge
 from tailavg.core.rules import AnyTail, AnytimeWindow, Exponential
 from tailavg.core.windows import NEVER, TIE, Growing, Window
 
@@ -241,18 +241,18 @@ class TracedBlocks(NamedTuple):
         )
         return step, clock
 
-    def weights(self, t: Array, k: Array, decay: Decay | None = None) -> tuple[Array, Array]:
+    def weights(self, t: Array, k: Array, by_age: ByAge | None = None) -> tuple[Array, Array]:
         """Return the weights of the means, by place, and of the sum, for a window of k samples."""
         starts, places = self.starts, self.places
         t = jnp.maximum(t, 1)  # at step 0 the sum holds the tree given to `init`: one sample
         real: Any = jnp.result_type(float)
         ends = jnp.append(starts[1:], t)
         newer = (t - ends).astype(real)
-        if decay is None:
+        if by_age is None:
             weights = _read((ends - starts).astype(real), newer, k)
         else:
             ages = jnp.append((t - starts).astype(real), 0.0)
-            weights = decay.of_ages(ages, jnp.minimum(t, k), jnp)
+            weights = by_age.of_ages(ages, jnp.minimum(t, k), jnp)
         of_sum = weights[-1] / (t - starts[-1])
         weights = jnp.append(weights[:-1], of_sum * (self.folded - starts[-1]))
         in_place = places[:, None] == jnp.arange(len(starts))
@@ -317,7 +317,7 @@ class TracedDecay(NamedTuple):
         )
         return step, clock
 
-    def weights(self, t: Array, k: Array, decay: Decay | None = None) -> tuple[Array, Array]:
+    def weights(self, t: Array, k: Array, by_age: ByAge | None = None) -> tuple[Array, Array]:
         """Return the weights of the mean and of the sum."""
         return (1.0 - self.share)[None], self.share / self.total
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from tailavg.core.decay import Decay, Reading
+from tailavg.core.readings import Decay, Reading
 from tailavg.core.rules import no_window_error
 from tailavg.core.windows import TIE, as_window
 from tailavg.jax.clock import TracedBlocks, TracedDecay, TracedTails, array_size, traced_window

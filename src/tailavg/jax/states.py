@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from tailavg.core.decay import Reading
+from tailavg.core.readings import Reading
 from tailavg.jax.clock import TracedBlocks, TracedDecay
 
 __all__ = [

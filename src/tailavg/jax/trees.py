@@ -25,7 +25,7 @@ from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tailavg.core.clock import clock_for
-from tailavg.core.decay import Reading
+from tailavg.core.readings import Reading
 from tailavg.core.profile import Profile, dense_weights, profile
 from tailavg.core.rules import Exponential, Rule, as_training_rule, refuses_decay
 from tailavg.core.windows import AnyWindow, Reals, positive_int

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tailavg.core.clock import SUM, BlockClock, DecayClock, SampleClock, clock_for
-from tailavg.core.decay import Reading
+from tailavg.core.readings import Reading
 from tailavg.core.equation import weights
 from tailavg.core.profile import Profile, block_weights, dense_weights, profile
 from tailavg.core.rules import AnyTail, Rule, as_rule, size_of, window_of

@@ -1,4 +1,4 @@
-"""Scans by array operations, for machines without numba and for a `Decay`.
+"""Scans by array operations, for machines without numba and for readings that weigh blocks by age.
 
 The results are those of `tailavg.numpy.kernel` up to rounding. Samples are the rows of a matrix,
 and so are the means of blocks. `means` and `sums` are changed in place.
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tailavg.core.clock import BlockClock, DecayClock, SampleClock, factors
-from tailavg.core.decay import Decay
+from tailavg.core.readings import ByAge
 from tailavg.core.equation import weights
 from tailavg.core.rules import AnyTail
 from tailavg.core.windows import Window
@@ -27,7 +27,7 @@ _SMALLEST = 2.0**-32  # how far a chunk may decay: float64 has digits to spare
 
 
 def block_weights(
-    blocks: Sequence[int], steps: Array, window: Window | Decay
+    blocks: Sequence[int], steps: Array, window: Window | ByAge
 ) -> tuple[Array, list[tuple[int, Any, Array]]]:
     """Return weights at some steps: of each sample of the open block, and of closed blocks.
 
@@ -35,7 +35,7 @@ def block_weights(
     weight, and these weights. Blocks without a weight are left out, since 0 times NaN is NaN.
     """
     ends, k = blocks[1:], window.size(steps)
-    if isinstance(window, Decay):
+    if isinstance(window, ByAge):
         ages = np.stack([*(steps - start for start in blocks), np.zeros(len(steps))])
         *closed, opened = window.of_ages(ages, np.minimum(steps, k))
         used = [(block, np.flatnonzero(weight)) for block, weight in enumerate(closed)]
@@ -61,7 +61,7 @@ def block_weights(
 
 
 def scan_blocks(
-    clock: BlockClock, means: Array, sums: Array, xs: Array, out: Array, window: Window | Decay
+    clock: BlockClock, means: Array, sums: Array, xs: Array, out: Array, window: Window | ByAge
 ) -> None:
     """Scan samples in blocks, and advance the clock. Many equal blocks are taken at a time."""
     dtype, width, last, done = wide(means.dtype), xs.shape[1], len(means) - 1, 0
@@ -113,7 +113,7 @@ def _close(clock: BlockClock, means: Array, total: Array) -> Array:
     return np.zeros_like(total)
 
 
-def _repeats(clock: BlockClock, window: Window | Decay, most: int) -> int:
+def _repeats(clock: BlockClock, window: Window | ByAge, most: int) -> int:
     """Return how many blocks from here on are equal, with equal weights, in `most` samples."""
     if isinstance(clock.rule, AnyTail):
         return 1

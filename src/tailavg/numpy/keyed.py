@@ -15,7 +15,7 @@ from typing import Any, Self
 import numpy as np
 
 from tailavg.core.clock import clock_for
-from tailavg.core.decay import Reading
+from tailavg.core.readings import Reading
 from tailavg.core.rules import AnyTail, ExactWindow, Rule, no_window_error, window_of
 from tailavg.core.windows import AnyWindow, short_repr
 from tailavg.io import state as layout

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from tailavg.core.clock import FOLD, SUM, BlockClock, Clock, DecayClock, clock_for
-from tailavg.core.decay import Decay
+from tailavg.core.readings import ByAge
 from tailavg.core.rules import Exponential, Rule
 from tailavg.core.windows import Window
 from tailavg.numpy import fallback
@@ -174,7 +174,7 @@ class Table:
         self,
         xs: Array,
         bounds: Array,
-        windows: Sequence[Window | Decay | None] = (None,),
+        windows: Sequence[Window | ByAge | None] = (None,),
         kernel: SimpleNamespace | None = None,
     ) -> Array:
         """Take samples. Return the average after each, for each of several windows.
@@ -188,7 +188,7 @@ class Table:
         out = np.empty((len(windows), *xs.shape), self.means.dtype)
         before = self.take(np.arange(len(self))) if len(windows) > 1 else self
         # the last scan leaves the state: let that be a compiled one, if any is
-        order = sorted(range(len(windows)), key=lambda i: not isinstance(windows[i], Decay))
+        order = sorted(range(len(windows)), key=lambda i: not isinstance(windows[i], ByAge))
         for number, i in enumerate(order):
             if number:
                 self.put(np.arange(len(self)), before)
@@ -203,7 +203,7 @@ class Table:
             self._scan_decaying(xs, out, bounds, kernel)
             return
         rows, spans = np.flatnonzero(np.diff(bounds)), np.stack([bounds[:-1], bounds[1:]], axis=1)
-        if kernel is None or isinstance(window, Decay):
+        if kernel is None or isinstance(window, ByAge):
             for row in rows.tolist():
                 part = slice(*spans[row])
                 self._scan_by_arrays(row, xs[part], out[part], window)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from tailavg.core.decay import Reading
+from tailavg.core.readings import Reading
 from tailavg.core.rules import AnyTail, Rule, as_training_rule, refuses_decay
 from tailavg.core.windows import AnyWindow
 from tailavg.io.state import read, write_folder

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tailavg.core import profile as profiles
-from tailavg.core.decay import Reading
+from tailavg.core.readings import Reading
 from tailavg.core.rules import Rule, size_of
 from tailavg.core.windows import Reals, positive_int
 from tailavg.io.state import no_samples_error

@@ -1,13 +1,15 @@
-"""Decays: averages that stand for a learning-rate decay.
+"""Readings: what an `AnyTail` can be read with, besides a plain window.
 
-Iterates that start at w_0 and take steps -η g_i have the average Σ_j c_j w_j = w_0 - η Σ_i W_i g_i,
-where W_i = Σ_{j≥i} c_j: averaging multiplies the learning rate of step i by W_i. The equal
+A `Freshest` has the least mean age for its variance. A `Decay` stands for a learning-rate decay:
+iterates that start at w_0 and take steps -η g_i have the average Σ_j c_j w_j = w_0 - η Σ_i W_i g_i,
+where W_i = Σ_{j≥i} c_j. So averaging multiplies the learning rate of step i by W_i. The equal
 weights of a plain window are a linear decay; another decay has the differences of W as weights.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -15,9 +17,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from tailavg.core.equation import freshest
 from tailavg.core.windows import AnyWindow, Reals, Window, as_window
 
-__all__ = ["Decay", "Reading"]
+__all__ = ["ByAge", "Decay", "Freshest", "Reading"]
 
 Shape = Literal["linear", "cosine", "1-sqrt"] | Callable[[float], float]
 
@@ -29,8 +32,75 @@ _YOUNGER: dict[str, Callable[[Any, Any], Any]] = {  # D(1 - x), with the digits 
 _GRID = 1024  # points at which a function is checked
 
 
+class ByAge(ABC):
+    """A reading that weighs blocks by the ages at which they begin."""
+
+    window: Window
+
+    def size(self, t: Any) -> Any:
+        """Return the size of the window, k_t."""
+        return self.window.size(t)
+
+    def weights(self, t: int) -> Reals:
+        """Return the weight of each of t samples, oldest first, if all of them are kept.
+
+        Examples:
+            >>> Decay(4, "cosine").weights(5).round(3)
+            array([0.   , 0.146, 0.354, 0.354, 0.146])
+            >>> Freshest(3).weights(5).round(3)
+            array([0.   , 0.1  , 0.2  , 0.3  , 0.4  ])
+        """
+        weights: Reals = self.of_ages(np.arange(t, -1.0, -1.0), min(t, self.size(t)))
+        return weights
+
+    def read(self, sizes: Sequence[int], t: int) -> list[float]:
+        """Return the weights of the means of consecutive blocks of `sizes` samples, oldest first."""
+        ages = np.array([*accumulate(reversed(sizes), initial=0)], float)[::-1]
+        weights: list[float] = self.of_ages(ages, min(t, self.size(t))).tolist()
+        return weights
+
+    @abstractmethod
+    def of_ages(self, ages: Any, k: Any, xp: Any = np) -> Any:
+        """Return the weights of the samples between consecutive ages in a window of k samples.
+
+        Args:
+            ages: Ages that fall along the first axis, to 0.
+            k: The size of the window, at most the oldest age.
+            xp: `jax.numpy`, if ages may be traced.
+        """
+
+
 @dataclass(frozen=True)
-class Decay:
+class Freshest(ByAge):
+    """Read an `AnyTail` with the freshest weights that have the variance of a window.
+
+    No weights with that variance have a lower mean age. If every sample is kept, they fall in a
+    straight line to 0 at an age of 4/3 of the window, and their mean age is 4/9 of the window; that
+    of the exact window is 1/2.
+
+    Args:
+        window: The window whose variance the average has: the last fraction, or the last k.
+
+    Examples:
+        >>> from tailavg import AnyTail, TailAverage
+        >>> average = TailAverage(AnyTail())
+        >>> average.update_many(range(1000))
+        >>> round(average.value(0.25), 1), round(average.value(Freshest(0.25)), 1)
+        (877.0, 887.9)
+    """
+
+    window: Window
+
+    def __init__(self, window: AnyWindow) -> None:
+        object.__setattr__(self, "window", as_window(window))
+
+    def of_ages(self, ages: Any, k: Any, xp: Any = np) -> Any:
+        """See `ByAge`."""
+        return freshest(ages, k, xp)
+
+
+@dataclass(frozen=True)
+class Decay(ByAge):
     """Read an `AnyTail` as if the learning rate had decayed over a window.
 
     The result is exact for SGD on a given sequence of gradients. Otherwise it is an approximation,
@@ -92,35 +162,11 @@ class Decay:
                     f"and {other!r} at {(i + 1) / _GRID:g}"
                 )
 
-    def size(self, t: Any) -> Any:
-        """Return the size of the window, k_t."""
-        return self.window.size(t)
-
-    def weights(self, t: int) -> Reals:
-        """Return the weight of each of t samples, oldest first, if all of them are kept.
-
-        Examples:
-            >>> Decay(4, "cosine").weights(5).round(3)
-            array([0.   , 0.146, 0.354, 0.354, 0.146])
-        """
-        weights: Reals = self.of_ages(np.arange(t, -1.0, -1.0), min(t, self.size(t)))
-        return weights
-
-    def read(self, sizes: Sequence[int], t: int) -> list[float]:
-        """Return the weights of the means of consecutive blocks of `sizes` samples, oldest first.
-
-        The weight of a block is the sum of the weights of its samples.
-        """
-        ages = np.array([*accumulate(reversed(sizes), initial=0)], float)[::-1]
-        weights: list[float] = self.of_ages(ages, min(t, self.size(t))).tolist()
-        return weights
-
     def of_ages(self, ages: Any, k: Any, xp: Any = np) -> Any:
         """Return the weights of the samples between consecutive ages in a window of k samples.
 
-        The ages fall along the first axis, to 0. The samples younger than `a` and not younger than
-        `b` have the weight D(1 - a/k) - D(1 - b/k): how much the rate falls while they arrive. Ages
-        may be traced if `xp` is `jax.numpy`.
+        The samples younger than `a` and not younger than `b` have the weight
+        D(1 - a/k) - D(1 - b/k): how much the rate falls while they arrive.
 
         Between the points at which it was checked, a function may still rise, leave [0, 1] or be
         NaN. The rate at an age is therefore clipped to [0, 1], and at least the rate at every
@@ -146,5 +192,5 @@ class Decay:
         return xp.reshape(xp.asarray(values, x.dtype), xp.shape(x))
 
 
-Reading = AnyWindow | Decay
+Reading = AnyWindow | Decay | Freshest
 """What an `AnyTail` may be read with."""
