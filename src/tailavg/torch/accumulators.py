@@ -162,7 +162,7 @@ class Accumulators(Store):
             old.clear()
 
     def require_complete(self) -> None:
-        """Raise if an update or a load was interrupted."""
+        """Raise if an interrupted update or load left the average incomplete."""
         if not self.complete:
             raise RuntimeError(
                 "the average is incomplete: an update or a load was interrupted; load a saved "

@@ -38,8 +38,8 @@ def convert_tail_batchnorm(model: nn.Module, rule: AnyWindow | Exponential) -> n
 
     The modules remain the same objects; only their class changes. Converting a converted model
     changes the rule. Modules that track no statistics do not change. Subclasses of torch's classes
-    and lazy modules that have not seen a batch do not change either, with a warning. If you need
-    `SyncBatchNorm.convert_sync_batchnorm`, call it before.
+    and lazy modules that have not seen a batch do not change either, and a warning names them. If
+    you need `SyncBatchNorm.convert_sync_batchnorm`, call it before.
 
     Returns:
         The same model.
@@ -284,7 +284,7 @@ def _exponential(rule: AnyWindow | Rule) -> Exponential:
 
 
 def _steps(window: Window) -> tuple[float, float, float]:
-    """Return c, and the steps from and up to which the window is c t.
+    """Return c, and the first and the last step at which the window is c t.
 
     A fixed window has c = 1 until it is full.
     """

@@ -207,7 +207,7 @@ class AveragedModel(CountedUpdates, Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Resume from a state that `state_dict` returned. An error leaves everything unchanged.
+        """Resume from a state that `state_dict` returned. If it does not fit, nothing changes.
 
         Raises:
             ValueError: If another class returned the state, or if its rule differs.
@@ -238,7 +238,7 @@ class AveragedModel(CountedUpdates, Module):
             self._target.refresh()
             resume()
         except BaseException:
-            if self._accumulators.clock is clock_before:  # otherwise the state was loaded
+            if self._accumulators.clock is clock_before:  # otherwise it is loaded, or incomplete
                 saved.restore()
             raise
         return keys

@@ -408,7 +408,7 @@ class Tracking:
 
 
 def _without_prefix(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-    """Return tensors without the prefix of all names, if one of them is prefix + `name`."""
+    """Return tensors without their common prefix, if one name is that prefix + `name`."""
     for alias in tensors:
         prefix = alias.removesuffix(name)
         if f".{alias}".endswith(f".{name}") and all(x.startswith(prefix) for x in tensors):
