@@ -146,15 +146,15 @@ def test_options_that_exclude_each_other(tmp_path):
         ([*weights, "--by-step"], "--weights replaces --by-step: leave one"),
         (
             [*window, "--by-step", "--method", "anytime"],
-            "not go with --method anytime",
+            "works only with --method exact, not anytime",
         ),
         (
             [*window, "--by-step", "--method", "exponential"],
-            "not go with --method exp",
+            "works only with --method exact, not exp",
         ),
         (
             [*window, "--decay", "cosine", "--method", "anytime"],
-            "--decay does not go",
+            "--decay works only with --method exact",
         ),
         ([*window, "--decay", "square"], "square"),
         ([*window, "--dtype", "int8"], "int8"),
