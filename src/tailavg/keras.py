@@ -28,7 +28,6 @@ from tailavg.core import profile as profiles
 from tailavg.core.clock import SUM, Store, clock_for
 from tailavg.core.decay import Reading
 from tailavg.core.rules import (
-    ExactWindow,
     Rule,
     as_training_rule,
     check_window,
@@ -101,11 +100,6 @@ class TailAveraging(keras.callbacks.Callback):  # type: ignore[misc]
                 f"{keras.backend.backend()}; set KERAS_BACKEND before keras is imported"
             )
         self.rule = as_training_rule(rule)
-        if isinstance(self.rule, ExactWindow):
-            raise TypeError(
-                f"rule: {self.rule} holds every sample, which takes too much memory for a model; "
-                "use AnytimeWindow, which has the same variance"
-            )
         check_window(self.rule, window)
         if offload not in (None, "cpu"):
             raise ValueError(f"offload: expected 'cpu' or None, got {offload!r}")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tailavg.core.clock import SUM, Clock, Store, clock_for
-from tailavg.core.rules import ExactWindow, Rule
+from tailavg.core.rules import TrainingRule
 from tailavg.core.windows import positive_int
 from tailavg.io import state as states
 from tailavg.torch.folder import FileBlock, FolderStorage
@@ -45,7 +45,7 @@ class Accumulators(Store):
 
     def __init__(
         self,
-        rule: Rule,
+        rule: TrainingRule,
         tensors: Mapping[str, Tensor],
         dtype: torch.dtype,
         device: torch.device | str | int | None,
@@ -53,12 +53,7 @@ class Accumulators(Store):
     ) -> None:
         if not (isinstance(dtype, torch.dtype) and dtype in (torch.float32, torch.float64)):
             raise TypeError(f"dtype: expected torch.float32 or torch.float64, got {dtype!r}")
-        if isinstance(rule, ExactWindow):
-            raise TypeError(
-                f"rule: {rule} holds every sample, which takes too much memory for a model; use "
-                "AnytimeWindow, which has the same variance"
-            )
-        self.clock = clock_for(rule)
+        self.rule, self.clock = rule, clock_for(rule)
         self.calls = 0  # calls since the last sample, or since the start
         self.complete = True  # False during a change, and after one that was interrupted
         self.dtype = dtype
@@ -306,7 +301,7 @@ class Accumulators(Store):
         """
         self.require_complete()
         offload = self.storage if isinstance(self.storage, FolderStorage) else self._offload
-        moved = Accumulators(self.clock.rule, tensors, dtype or self.dtype, device, offload)
+        moved = Accumulators(self.rule, tensors, dtype or self.dtype, device, offload)
         used = self._ordered()[: len(self.clock.starts)]
         means = [self._views(block.flats()) for block in used]
         moved._fill(self.clock, self.calls, means, self._sums())
