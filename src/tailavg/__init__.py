@@ -1,9 +1,9 @@
 """Averages of the tail of a stream: its last k samples, or its last fraction."""
 
-TYPE_CHECKING = False  # as in typing, which takes time to import
+TYPE_CHECKING = False  # importing typing would take time
 if TYPE_CHECKING:
-    from tailavg.core.readings import Decay, Freshest
     from tailavg.core.profile import Profile
+    from tailavg.core.readings import Decay, Freshest
     from tailavg.core.rules import AnyTail, AnytimeWindow, ExactWindow, Exponential, RawTail
     from tailavg.core.windows import Fixed, Growing
     from tailavg.numpy import TailAverage, TailAverages
@@ -15,6 +15,7 @@ __all__ = [
     "ExactWindow",
     "Exponential",
     "Fixed",
+    "Freshest",
     "Growing",
     "Profile",
     "RawTail",
@@ -25,15 +26,15 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> object:
-    # imported when asked for: the command line must handle signals before it imports NumPy
+    # imported on first access: the command line must handle signals before NumPy is imported
     from importlib import import_module
 
     if name in ("core", "numpy"):
         return import_module(f"tailavg.{name}")
     if name in __all__:
         for module in ("numpy", "core.rules", "core.windows", "core.readings", "core.profile"):
-            found = vars(import_module(f"tailavg.{module}"))
-            globals().update({each: found[each] for each in __all__ if each in found})
+            members = vars(import_module(f"tailavg.{module}"))
+            globals().update({public: members[public] for public in __all__ if public in members})
         return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -1,4 +1,4 @@
-"""`python -m tailavg` is `tailavg`."""
+"""The entry point of `tailavg` and `python -m tailavg`."""
 
 import sys
 
@@ -6,7 +6,7 @@ from tailavg.cli import signals
 
 
 def main() -> None:
-    """Run the command line. Signals are handled before anything is imported that takes time."""
+    """Run the command line. Handle signals first, since the imports take time."""
     signals.begin()
     try:
         from tailavg.cli.main import run

@@ -1,4 +1,4 @@
-"""Packages that come with the extras of tailavg."""
+"""Errors for missing packages. The adapters import optional packages inside `needs`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["needs"]
 
 @contextmanager
 def needs(extra: str) -> Iterator[None]:
-    """Add to the error of a failed import which extra to install."""
+    """Add a note to the error of a failed import: which extra to install."""
     try:
         yield
     except ModuleNotFoundError as error:
-        error.add_note(f"It comes with an extra of tailavg: pip install 'tailavg[{extra}]'")
+        error.add_note(f"{error.name} comes with an extra: pip install 'tailavg[{extra}]'")
         raise

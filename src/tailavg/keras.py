@@ -1,12 +1,13 @@
 """A Keras callback that averages the weights of a model while `fit` trains it.
 
     end of a batch   takes one sample, if the optimizer has made a step
-    validation       puts the averages into the model, and then the training weights again
+    validation       puts the averages into the model, and restores the training weights afterwards
     end of an epoch  writes the state; with `swap_on_epoch` the averages stay until the next epoch
     end of fit       leaves the averages in the model
 
-On both backends arrays stay where the model is, and only operators that torch and JAX share touch
-them. On JAX, `fit` keeps the weights to itself; `Callback.model` makes it hand them over.
+On both backends, arrays stay on the device of the model, and all arithmetic uses operators that
+torch and JAX share. On JAX, the variables are stale during `fit`; reading `Callback.model` updates
+them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from tailavg.core import profile as profiles
 from tailavg.core.clock import SUM, Store, clock_for
 from tailavg.core.readings import Reading
 from tailavg.core.rules import (
-    ExactWindow,
     Rule,
     as_training_rule,
     check_window,
@@ -51,7 +51,7 @@ _AVERAGE, _WEIGHTS = "average", "weights.safetensors"  # in a saved folder
 
 
 class TailAveraging(keras.callbacks.Callback):  # type: ignore[misc]
-    """Average the weights that `fit` trains: put it first in its list of callbacks.
+    """Average the weights that `fit` trains: put this first in the list of callbacks.
 
     Each step of the optimizer is a sample. Validation sees the averages, and after `fit` the model
     holds them; `restore` brings the training weights back. Variables that are not trained, such as
@@ -66,7 +66,8 @@ class TailAveraging(keras.callbacks.Callback):  # type: ignore[misc]
             beginning of the next, as in `SwapEMAWeights`: then callbacks that come after this one,
             such as `ModelCheckpoint` and `EarlyStopping`, save what was validated.
         path: A folder for the state, written at the end of each epoch, to resume together with
-            `BackupAndRestore`. Not inside the folder of the backup, which `fit` deletes at its end.
+            `BackupAndRestore`. Choose one outside the folder of the backup, which `fit` deletes at
+            its end.
         moving_statistics: Whether to average floating point variables that are not trained, too.
         offload: `"cpu"` keeps the means in main memory, and only the sum, which every step
             changes, on the device. Results are bit-identical either way.
@@ -99,11 +100,6 @@ class TailAveraging(keras.callbacks.Callback):  # type: ignore[misc]
                 f"{keras.backend.backend()}; set KERAS_BACKEND before keras is imported"
             )
         self.rule = as_training_rule(rule)
-        if isinstance(self.rule, ExactWindow):
-            raise TypeError(
-                f"rule: expected one that holds a few averages, got {self.rule}, which holds every "
-                "sample; AnytimeWindow has the same variance"
-            )
         check_window(self.rule, window)
         if offload not in (None, "cpu"):
             raise ValueError(f"offload: expected 'cpu' or None, got {offload!r}")
@@ -115,7 +111,7 @@ class TailAveraging(keras.callbacks.Callback):  # type: ignore[misc]
         self._average: _Accumulators | None = None
         self._variables: list[Any] = []
         self._seen = 0  # the optimizer's iterations at the last sample, or at the start
-        self._begun = False  # whether this fit has come to its first epoch
+        self._begun = False  # whether this fit has reached its first epoch
         self._training_weights: list[Any] | None = None  # while the averages are in the model
         self._kept: list[Path] = []  # the states of this run on disk
 
@@ -143,9 +139,9 @@ class TailAveraging(keras.callbacks.Callback):  # type: ignore[misc]
 
     @contextmanager
     def average_parameters(self, window: Reading | None = None) -> Iterator[None]:
-        """Give the model the averages inside a context; an `AnyTail` may be read with any window.
+        """Put the averages into the model inside a context; an `AnyTail` takes any window.
 
-        On exit, even after an exception, the model gets back what it held, bit for bit.
+        On exit, even after an exception, the weights of the model are restored bit-identically.
         """
         average, current = self._require_a_sample("average_parameters"), self._current_weights()
         try:
@@ -155,7 +151,7 @@ class TailAveraging(keras.callbacks.Callback):  # type: ignore[misc]
             self._assign(current)
 
     def restore(self) -> None:
-        """Give the model its training weights back, if it holds the averages."""
+        """Restore the training weights, if the model holds the averages."""
         if self._training_weights is not None:
             self._assign(self._training_weights)
             self._training_weights = None
@@ -163,13 +159,13 @@ class TailAveraging(keras.callbacks.Callback):  # type: ignore[misc]
     # The events of a callback
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Guard the model: an exception while it holds the averages brings its weights back."""
+        """Guard the model: an exception while it holds the averages restores its weights."""
         model = self.model
-        other: Any = getattr(vars(model).get(_GUARDED[0]), "guard", self)
-        if other is not self and other.params is self.params is not None:
+        guard: Any = getattr(vars(model).get(_GUARDED[0]), "guard", self)
+        if guard is not self and guard.params is self.params is not None:
             raise ValueError(
-                "callbacks: expected one TailAveraging, got two, of which neither could tell the "
-                "averages of the other from training weights; an AnyTail reads many windows"
+                "callbacks: expected one TailAveraging, got two, which would take each other's "
+                "averages for training weights; to read several windows, use one with an AnyTail"
             )
         _unguard(model)
         for name in _GUARDED:
@@ -177,14 +173,14 @@ class TailAveraging(keras.callbacks.Callback):  # type: ignore[misc]
         self._begun = False
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Begin or resume, now that `BackupAndRestore` has loaded its backup. Swap back."""
+        """Begin or resume, after `BackupAndRestore` has loaded its backup. End a swap."""
         if not self._begun:
             self._begin()
             self._begun = True
         self.restore()
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Take the weights as a sample, unless gradients were only accumulated, or skipped."""
+        """Take the weights as a sample, unless the optimizer only accumulated, or skipped."""
         iterations = self._iterations()
         if iterations != self._seen and self._average is not None:
             self._average.add([variable.value for variable in self._variables])
@@ -196,7 +192,7 @@ class TailAveraging(keras.callbacks.Callback):  # type: ignore[misc]
             self._swap_in()
 
     def on_test_end(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Swap back."""
+        """Restore the training weights."""
         if self._begun:
             self.restore()
 
@@ -216,59 +212,59 @@ class TailAveraging(keras.callbacks.Callback):  # type: ignore[misc]
     # The start of a run, and states on disk
 
     def _begin(self) -> None:
-        """Continue this average, or one on disk, or begin another."""
+        """Continue this average, resume one on disk, or begin a new one."""
         model = self.model
         variables = list(model.trainable_variables)
         if self._moving_statistics:
             variables += [v for v in model.non_trainable_variables if "float" in v.dtype]
         if not variables:
             raise ValueError("model: expected variables to train, got none; are all frozen?")
-        now = self._iterations()
+        iteration = self._iterations()
         same_variables = [*map(id, variables)] == [*map(id, self._variables)]
-        if self.count and now == self._seen and same_variables:
+        if self.count and iteration == self._seen and same_variables:
             if self._training_weights is not None and not self._holds_averages():
-                # the weights were changed since, and are to be trained
+                # the weights were changed since the last fit: train from the new ones
                 self._training_weights = None
             return
-        fresh = _Accumulators(self.rule, variables, self._offload)
-        saved = {} if self.path is None else _saved(self.path)
-        if now in saved:
-            fresh.load(layout.read(saved[now] / _AVERAGE))
-            weights = mapped(saved[now] / _WEIGHTS)
+        average = _Accumulators(self.rule, variables, self._offload)
+        saved = {} if self.path is None else _saved_folders(self.path)
+        if iteration in saved:
+            average.load(layout.read(saved[iteration] / _AVERAGE))
+            weights = mapped(saved[iteration] / _WEIGHTS)
         elif self.count:
             raise RuntimeError(
-                f"fit: expected the model and the optimizer of this average, after {self._seen} "
-                f"iterations, got another one, or after {now}; make a new TailAveraging for a new "
-                "run"
+                f"fit: this average is at iteration {self._seen} of its optimizer, but the "
+                f"optimizer is at {iteration}, or the model is another one; create a new "
+                "TailAveraging for a new run"
             )
-        elif now and saved:
+        elif iteration and saved:
             raise ValueError(
-                f"path: expected a state after {now} iterations, where the optimizer is, got those "
-                f"after {sorted(saved)} in {self.path}; put TailAveraging before BackupAndRestore, "
-                "and give another path to begin a new average"
+                f"path: the optimizer is at iteration {iteration}, but the states in {self.path} "
+                f"are of {sorted(saved)}; put TailAveraging before BackupAndRestore, or choose "
+                "another path to begin a new average"
             )
-        self._average, self._variables, self._seen = fresh, variables, now
+        self._average, self._variables, self._seen = average, variables, iteration
         self._training_weights, self._kept = None, []
-        if now in saved:
-            self._kept = [saved[now]]
-            # a backup that was made after a swap has the averages
+        if iteration in saved:
+            self._kept = [saved[iteration]]
+            # a backup that was made during a swap holds the averages
             self._assign(np.array(weights[str(i)]) for i in range(len(variables)))
 
     def _save(self, path: Path) -> None:
-        """Write the state atomically, and keep the one before: a backup may be older."""
+        """Write the state atomically. Keep the one before, since a backup may be older."""
         folder = path / f"iteration-{self._seen}"
         if folder in self._kept or self._average is None:
             return
         path.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(folder, ignore_errors=True)  # of another run, or of one that was killed
+        shutil.rmtree(folder, ignore_errors=True)  # of another run, or of a killed one
         with whole_folder(folder) as inside:
             layout.write_folder(inside / _AVERAGE, self._average.state())
             weights = [array.astype(_wide_dtype(array)) for array in self._current_weights()]
             write_arrays(inside / _WEIGHTS, {str(i): array for i, array in enumerate(weights)})
         self._kept = [*self._kept[-1:], folder]
-        for other in _saved(path).values():
-            if other not in self._kept:
-                shutil.rmtree(other, ignore_errors=True)
+        for old_folder in _saved_folders(path).values():
+            if old_folder not in self._kept:
+                shutil.rmtree(old_folder, ignore_errors=True)
 
     # Swaps
 
@@ -285,7 +281,7 @@ class TailAveraging(keras.callbacks.Callback):  # type: ignore[misc]
         return guarded
 
     def _swap_in(self) -> None:
-        """Put the averages into the model, if there are any, and keep the training weights."""
+        """Put the averages into the model, if there are any, and save the training weights."""
         if self._training_weights is not None or self._average is None or not self.count:
             return
         self._training_weights = self._current_weights()
@@ -297,7 +293,7 @@ class TailAveraging(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _current_weights(self) -> list[npt.NDArray[Any]]:
         """Return the weights in the model, in main memory."""
-        _ = self.model  # on JAX, hands the weights over
+        _ = self.model  # on JAX, updates the variables
         return [_in_main_memory(variable.value) for variable in self._variables]
 
     def _assign(self, values: Iterable[Any]) -> None:
@@ -312,7 +308,7 @@ class TailAveraging(keras.callbacks.Callback):  # type: ignore[misc]
             return all(a.tobytes() == b.tobytes() for a, b in pairs)
 
     def _iterations(self) -> int:
-        """Return the steps of the optimizer, which leave out accumulated and skipped batches."""
+        """Return the number of steps that the optimizer has made."""
         return int(ops.convert_to_tensor(self.model.optimizer.iterations))
 
     def _require_a_sample(self, call: str) -> _Accumulators:
@@ -322,7 +318,7 @@ class TailAveraging(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 class _Accumulators(Store):
-    """A sum and a few means of each variable. Variables are named by their order, from "0" on."""
+    """A sum and a few means of each variable. Variables are named by their index, from "0" on."""
 
     def __init__(self, rule: Rule, variables: Sequence[Any], offload: bool) -> None:
         self.clock = clock_for(rule)
@@ -331,8 +327,8 @@ class _Accumulators(Store):
             for i, variable in enumerate(variables)
         }
         self._means: list[dict[str, Any]] = [{} for _ in self.clock.blocks]  # {}: an empty block
-        self._stored: Any = _in_main_memory if offload else lambda array: array
-        self._complete = True  # False while a sample is added
+        self._to_storage: Any = _in_main_memory if offload else lambda array: array
+        self._complete = True  # False while a sample is added, and after an interrupt
 
     def add(self, values: list[Any]) -> None:
         """Take one sample."""
@@ -348,27 +344,27 @@ class _Accumulators(Store):
     def fold(self, total: float, weight: float, carry: float) -> None:
         """See `Store`, and `tailavg.numpy.arithmetic.joined`."""
         for name, summed in self._sums.items():
-            own, zeros = summed / total, ops.zeros_like(summed)
-            joint, lost = own, zeros
+            mean_of_sum, zeros = summed / total, ops.zeros_like(summed)
+            joint, carried = mean_of_sum, zeros
             if weight != 1.0:
                 mean = ops.convert_to_tensor(self._means[-1][name])
-                step = (own - mean) * weight
+                step = (mean_of_sum - mean) * weight
                 joint = mean + step
-                lost = (step - (joint - mean)) * carry
-                finite = ops.isfinite(lost)  # there is no difference of infinities
-                joint = ops.where(finite, joint, mean * (1 - weight) + own * weight)
-                lost = ops.where(finite, lost, zeros)
-            self._means[-1][name], self._sums[name] = self._stored(joint), lost
+                carried = (step - (joint - mean)) * carry
+                finite = ops.isfinite(carried)  # inf - inf is NaN
+                joint = ops.where(finite, joint, mean * (1 - weight) + mean_of_sum * weight)
+                carried = ops.where(finite, carried, zeros)
+            self._means[-1][name], self._sums[name] = self._to_storage(joint), carried
 
     def turn(self, gone: int, weight: float) -> None:
         """See `Store`."""
         means = self._means.pop(gone)
         self._means.append({})
         if weight:
-            before = self._means[gone - 1]
+            older_means = self._means[gone - 1]
             for name, newer in means.items():
-                older, newer = map(ops.convert_to_tensor, (before[name], newer))
-                before[name] = self._stored(older * (1 - weight) + newer * weight)
+                older, newer = map(ops.convert_to_tensor, (older_means[name], newer))
+                older_means[name] = self._to_storage(older * (1 - weight) + newer * weight)
         self._sums = {name: ops.zeros_like(summed) for name, summed in self._sums.items()}
 
     def read(self, window: Reading | None) -> Iterator[Any]:
@@ -390,13 +386,13 @@ class _Accumulators(Store):
             for arrays in (self._sums, *self._means)
         )
         starts = self.clock.starts
-        nothing = {name: np.zeros_like(summed) for name, summed in partial.items()}
+        zeros = {name: np.zeros_like(summed) for name, summed in partial.items()}
         return layout.state(
             self.clock.rule,
             dtype="float32",
             count=self.clock.count,
             starts=starts,
-            blocks=[block or nothing for block in blocks[len(blocks) - len(starts) :]],
+            blocks=[block or zeros for block in blocks[len(blocks) - len(starts) :]],
             folded=self.clock.folded,
             partial=partial,
         )
@@ -408,29 +404,30 @@ class _Accumulators(Store):
         if rule != self.clock.rule or state["dtype"] != "float32":
             raise ValueError(
                 f"state: expected {self.clock.rule} in float32, got {rule} in {state['dtype']}; "
-                "create the TailAveraging with that rule, or give another path"
+                "create the TailAveraging with that rule, or choose another path"
             )
         count, starts, folded = state["count"], list(state["starts"]), state["folded"]
         layout.check_steps(count, starts, folded)
         shapes = {name: tuple(summed.shape) for name, summed in self._sums.items()}
         blocks, partial = layout.by_name(state, shapes)
         self.clock.restore(count, starts, folded)
-        for place, block in enumerate(blocks, start=len(self._means) - len(blocks)):
-            self._means[place] = {
-                name: self._stored(_like(mean, self._sums[name])) for name, mean in block.items()
+        for index, block in enumerate(blocks, start=len(self._means) - len(blocks)):
+            self._means[index] = {
+                name: self._to_storage(_like(mean, self._sums[name]))
+                for name, mean in block.items()
             }
         self._sums = {name: _like(partial[name], summed) for name, summed in self._sums.items()}
 
     def _require_complete(self) -> None:
         if not self._complete:
             raise RuntimeError(
-                "an update of the average was interrupted, so it cannot be read; resume from a "
-                "backup with a new TailAveraging"
+                "the average is incomplete: an update was interrupted; resume from a backup with "
+                "a new TailAveraging"
             )
 
 
 def _add(sums: list[Any], values: list[Any], factor: float | None) -> list[Any]:
-    """Return the sums with the values added, in-place: by torch, and by JAX as they are donated."""
+    """Add the values to the sums, in-place (JAX reuses the memory of donated sums)."""
     added = []
     for total, value in zip(sums, values, strict=True):
         wide = ops.cast(ops.stop_gradient(value), total.dtype)
@@ -442,11 +439,11 @@ def _add(sums: list[Any], values: list[Any], factor: float | None) -> list[Any]:
 if keras.backend.backend() == "jax":
     import jax
 
-    _add = jax.jit(_add, donate_argnums=0)  # one call, not one for each variable
+    _add = jax.jit(_add, donate_argnums=0)  # one call for all variables
 
 
 def _in_main_memory(array: Any) -> npt.NDArray[Any]:
-    return np.array(ops.convert_to_numpy(array))  # never the memory of the array itself
+    return np.array(ops.convert_to_numpy(array))  # always a copy
 
 
 def _wide_dtype(array: Any) -> str:
@@ -454,14 +451,14 @@ def _wide_dtype(array: Any) -> str:
 
 
 def _like(saved: npt.NDArray[Any], array: Any) -> Any:
-    """Return an array from a file, in the dtype of another array, where the model is."""
+    """Return a saved array in the dtype of `array`, on the device of the model."""
     return ops.convert_to_tensor(
         np.array(saved), dtype=keras.backend.standardize_dtype(array.dtype)
     )
 
 
-def _saved(path: Path) -> dict[int, Path]:
-    """Return the folders of saved states, by the iterations of the optimizer."""
+def _saved_folders(path: Path) -> dict[int, Path]:
+    """Return the folders of saved states by the optimizer's iteration."""
     folders = path.glob("iteration-*") if path.is_dir() else ()
     names = ((re.fullmatch(r"iteration-(\d+)", folder.name), folder) for folder in folders)
     return {int(name[1]): folder for name, folder in names if name}

@@ -33,11 +33,11 @@ class TailMean(stats.base.RollingUnivariate):
     """The mean of the last samples, or of the last fraction of all samples, in constant memory.
 
     Use it where river takes a statistic, in place of `utils.Rolling(stats.Mean, k)`, which keeps
-    k samples. Before the first sample it is 0, as river's means are.
+    k samples. Before the first sample, it is 0 like river's own means.
 
     Args:
         rule: As in `TailAverage`: `100` is the last hundred samples, `0.25` the last quarter of
-            them, `Exponential(100)` an exponential mean of that size.
+            all samples, `Exponential(100)` an exponential mean of the same variance as `100`.
 
     Examples:
         >>> mean = TailMean(0.5)
@@ -86,7 +86,7 @@ class TailMean(stats.base.RollingUnivariate):
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> TailMean:
-        """Return the mean that goes on from a state of numbers, saved here or by `TailAverage`.
+        """Return a mean that resumes from a state of numbers, of this class or `TailAverage`.
 
         Examples:
             >>> average = TailAverage(100)
@@ -98,7 +98,7 @@ class TailMean(stats.base.RollingUnivariate):
         mean = cls(average.rule)
         if average.count and not isinstance(value := average.value(), float):
             raise ValueError(
-                f"state: expected one of real numbers, got one of {type(value).__name__}s of shape "
+                f"state: expected an average of real numbers, got {type(value).__name__}s of shape "
                 f"{np.shape(value)}; load it with TailAverage.from_state_dict"
             )
         mean._average = average
@@ -113,15 +113,16 @@ class TailMean(stats.base.RollingUnivariate):
 class TailAverager(optim.base.Optimizer):
     """An optimizer whose model has the average of the weights over the last steps.
 
-    The model predicts with the averages, and `model.weights` are the averages. Training is that of
-    `optimizer` alone: gradients are taken, and steps made, at the weights that it left. The weight
-    of a feature that is seen for the first time has been 0 until then.
+    The model predicts with the averages, and `model.weights` are the averages. Training is the same
+    as with `optimizer` alone: gradients and steps use the optimizer's own weights. Before a feature
+    is first seen, its weight counts as 0.
 
-    It is for `LinearRegression`, `LogisticRegression`, `SoftmaxRegression` and `OneClassSVM`, which
-    call `look_ahead` before each gradient. Other models have no place for a second set of weights,
-    and get an error. A step takes time in proportion to all weights so far, as the averages of all
-    of them change. The intercept is not averaged, since its steps are the model's own: for that,
-    give the model a feature that is always 1, and `intercept_lr=0`.
+    This works with `LinearRegression`, `LogisticRegression`, `SoftmaxRegression` and `OneClassSVM`,
+    which call `look_ahead` before each gradient. Other models raise an error, since they have no
+    place for a second set of weights. The time of a step is proportional to the number of weights
+    so far, since each step changes all averages. The intercept is not averaged, since the model
+    updates it without the optimizer: to average it, add a feature that is always 1 and pass
+    `intercept_lr=0`.
 
     Args:
         optimizer: The optimizer that trains. Each model needs a `TailAverager` of its own.
@@ -143,19 +144,19 @@ class TailAverager(optim.base.Optimizer):
     def __init__(self, optimizer: optim.base.Optimizer, rule: AnyWindow | Rule) -> None:
         if not isinstance(optimizer, optim.base.Optimizer):
             raise TypeError(
-                "optimizer: expected one of river.optim, such as optim.SGD(0.01), "
-                f"got {optimizer!r}"
+                "optimizer: expected an optimizer of river, such as optim.SGD(0.01), got "
+                f"{optimizer!r}"
             )
         self.optimizer = optimizer
         self.rule = rule
         self.n_iterations = 0
-        self._average = _average(rule)  # of vectors: the weights, then zeros
-        self._room = 0  # how many elements those have
-        self._iterate: dict[Any, float] = {}  # the weights that the optimizer left
-        self._is_ahead = False  # whether the model has those, for its gradient
+        self._average = _average(rule)  # of vectors: the weights, then zeros as room for more
+        self._room = 0  # the length of these vectors
+        self._iterate: dict[Any, float] = {}  # the weights that the optimizer trains
+        self._is_ahead = False  # whether the model has the iterate, for its gradient
 
     def look_ahead(self, w: Any) -> Any:
-        """Give the model the weights that train, where its gradient is to be taken."""
+        """Put the training weights into the model, which then takes its gradient there."""
         for key, _ in list(_items(w)):
             if key in self._iterate:
                 w[key] = self._iterate[key]
@@ -163,11 +164,11 @@ class TailAverager(optim.base.Optimizer):
         return self.optimizer.look_ahead(w)
 
     def step(self, w: Any, g: Any) -> Any:
-        """Make a step from the weights that train, and give the model the averages."""
+        """Make a step from the training weights, and put the averages into the model."""
         if not self._is_ahead and len(w):
             raise ValueError(
-                "step: expected look_ahead(w) before the gradient, got none: the gradient was "
-                "taken at the averages; use a linear model of river, or call look_ahead(w) first"
+                "step: look_ahead(w) was not called, so the gradient was taken at the averages; "
+                "use a linear model of river, or call look_ahead(w) before the gradient"
             )
         w = super().step(w, g)
         self._is_ahead = False
@@ -175,21 +176,21 @@ class TailAverager(optim.base.Optimizer):
 
     def _step_with_dict(self, w: Any, g: Any) -> Any:
         self.optimizer.step(w, g)
-        # A linear model shows only the features of its sample; the others stay as they are.
-        whole = w.with_mask(None) if isinstance(w, VectorDict) else w
-        iterate = self._iterate | dict(_items(w if self._average.count else whole))
+        # A linear model passes only the features of its sample; other weights did not change.
+        unmasked = w.with_mask(None) if isinstance(w, VectorDict) else w
+        iterate = self._iterate | dict(_items(w if self._average.count else unmasked))
         values = self._averaged(list(iterate.values()))
         self._iterate = iterate
         if isinstance(w, np.ndarray):
             w[:] = values
         else:
-            whole.update(dict(zip(iterate, values, strict=True)))
+            unmasked.update(dict(zip(iterate, values, strict=True)))
         return w
 
     def _averaged(self, weights: list[float]) -> list[float]:
         """Take the weights after a step, and return their averages."""
         average, room, size = self._average, self._room, len(weights)
-        if size > room:  # as much again, so that new features seldom find none
+        if size > room:  # double it, so that few new features need more room
             average, room = _widened(average, 2 * size - room), 2 * size
         sample = np.zeros(room)
         try:
@@ -206,11 +207,11 @@ class TailAverager(optim.base.Optimizer):
 
     @property
     def learning_rate(self) -> float:
-        """Not here: linear models ask for it to apply `l1`, but after the step, to the averages."""
+        """Raise: linear models read this to apply `l1`, but would apply it to the averages."""
         raise AttributeError(
-            "learning_rate: expected to be read from the optimizer inside, as in "
-            "averager.optimizer.learning_rate; if a model with l1 asked for it, l1 would change "
-            "the averages and not the weights that train: use l2, or optim.FTRLProximal(l1=...)"
+            "learning_rate: read averager.optimizer.learning_rate; if a model with l1 reads it, "
+            "l1 would change the averages instead of the training weights: use l2, or "
+            "optim.FTRLProximal(l1=...)"
         )
 
     @property
@@ -241,12 +242,12 @@ def _number(x: Any) -> float:
 
 
 def _items(w: Any) -> Any:
-    """Return the weights with their names; those of an array have numbers."""
+    """Return pairs of names and weights; the names of an array are its indices."""
     return enumerate(w) if isinstance(w, np.ndarray) else w.items()
 
 
 def _widened(average: TailAverage, more: int) -> TailAverage:
-    """Return an average with so many more elements, which have all been 0."""
+    """Return an average with `more` further elements, which were 0 in all samples."""
     if not average.count:
         return average
     state = average.state_dict()

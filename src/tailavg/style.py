@@ -1,6 +1,6 @@
-"""How figures look, in commands and experiments: colours, matplotlib's settings, saved files.
+"""The style of all figures: colours, matplotlib's settings, and reproducible files.
 
-It does not import matplotlib: callers that draw do.
+Commands and experiments use it. It does not import matplotlib itself, which is slow to import.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 BLUE, VERMILION, GREEN, PINK = "#0083cc", "#d55e00", "#009e73", "#cc79a7"
 ORANGE, SKY, PURPLE, BROWN = "#e69f00", "#56b4e9", "#8b2f8f", "#8c6d31"
 COLOURS = (BLUE, VERMILION, GREEN, PINK, ORANGE, SKY, PURPLE, BROWN)
-"""The palette of Okabe and Ito, a little darker, and two more; take them in this order."""
+"""The palette of Okabe and Ito, slightly darker, and two more colours. Use them in this order."""
 
 GREY = "#8a8f98"
 INK, PAPER = "#1b1b1c", "#fefeff"
-"""Distinct from all other colours, so that a page can replace them by its own."""
+"""Unlike all other colours, so that a page can replace them with its own."""
 
 LOOK: dict[Any, Any] = {
-    "svg.hashsalt": "tailavg",  # the same file from the same data
+    "svg.hashsalt": "tailavg",  # identical files for identical data
     "svg.fonttype": "none",
     "font.size": 10,
     "axes.titlesize": 11,
@@ -42,5 +42,5 @@ _UNDATED = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {"Softw
 
 
 def write_figure(figure: Figure, file: BinaryIO, kind: str) -> None:
-    """Write a figure as "svg", "png" or another kind: the same bytes every time."""
+    """Write a figure as "svg", "png" or another format, with the same bytes every time."""
     figure.savefig(file, format=kind, metadata=_UNDATED.get(kind), dpi=150)

@@ -258,16 +258,19 @@ def shard_with_fsdp(path):
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (lose_a_shard, "no file 'model-00001-of-00002.safetensors' beside it, where 'a' should be"),
+        (lose_a_shard, "the file 'model-00001-of-00002.safetensors' with tensor 'a' is missing"),
         (lose_the_index, "a shard without its index"),
         (lambda path: (lose_the_index(path), add_an_adapter(path)), "a shard without its index"),
-        (lambda path: write_index(path, "{"), "index.json: not an object in JSON"),
-        (lambda path: write_index(path, '{"weight_map": 3}'), "not an index with"),
-        (lambda path: write_index(path, '{"weight_map": {"a": "../b"}}'), "no file '../b'"),
+        (lambda path: write_index(path, "{"), "index.json: not a JSON object"),
+        (lambda path: write_index(path, '{"weight_map": 3}'), "not an index: expected"),
+        (lambda path: write_index(path, '{"weight_map": {"a": "../b"}}'), "the file '../b'"),
         (add_a_model, "model.safetensors and an index with shards; remove the older"),
         (quantize, "the model is quantized"),
         (shard_with_fsdp, "average its folder pytorch_model_fsdp_0 instead"),
-        (lambda path: (path / "own.bin").touch(), "the other weights here are .safetensors files"),
+        (
+            lambda path: (path / "own.bin").touch(),
+            "the other weights in this folder are .safetensors files",
+        ),
         (
             lambda path: [file.unlink() for file in path.iterdir()],
             "no model.safetensors, no shards",

@@ -115,7 +115,7 @@ def test_weights_of_a_file(tmp_path):
     ("content", "said"),
     [
         ("[0.5, 0.5]", "expected a list of 5 numbers, one per checkpoint, oldest first"),
-        ("[0.2, 0.2, 0.2, 0.2, 0.1]", "sum to 1, got a sum of 0.9; divide each by it"),
+        ("[0.2, 0.2, 0.2, 0.2, 0.1]", "sum to 1, got a sum of 0.9; divide each by the sum"),
         ('[1, 0, 0, 0, "0"]', "expected finite numbers, got '0'"),
         ("[1, 0, 0, 0, true]", "expected finite numbers, got True"),
         ("[1, 0, 0, 0, NaN]", "expected finite numbers, got nan"),
@@ -146,15 +146,15 @@ def test_options_that_exclude_each_other(tmp_path):
         ([*weights, "--by-step"], "--weights replaces --by-step: leave one"),
         (
             [*window, "--by-step", "--method", "anytime"],
-            "not go with --method anytime",
+            "works only with --method exact, not anytime",
         ),
         (
             [*window, "--by-step", "--method", "exponential"],
-            "not go with --method exp",
+            "works only with --method exact, not exp",
         ),
         (
             [*window, "--decay", "cosine", "--method", "anytime"],
-            "--decay does not go",
+            "--decay works only with --method exact",
         ),
         ([*window, "--decay", "square"], "square"),
         ([*window, "--dtype", "int8"], "int8"),
@@ -283,7 +283,7 @@ def test_some_tensors_are_left(tmp_path):
             assert found.dtype == (np.float64 if name in averaged else np.float32)
     output.unlink()
     said = failed(tmp_path, *paths, *every, "--exclude", "opt*", "--include", "modell.*")
-    assert "no tensor matches 'modell.*'; a name is 'head'" in said
+    assert "no tensor matches 'modell.*'; names look like 'head'" in said
 
 
 def test_tied_tensors_are_left_together(tmp_path):

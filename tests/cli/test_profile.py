@@ -82,6 +82,10 @@ def test_huge_counts_take_no_longer():
             assert 0.46 < row["mean_age"] / size < 0.51
 
 
+def test_the_default_window_is_a_quarter():
+    assert rows("--count", "1000") == rows("--window", "0.25", "--count", "1000")
+
+
 def test_memory():
     got = rows("--window", "0.25", "--count", "1000", "--parameters", "7e9")
     arrays = {name: row["memory"] / (4 * 7e9) for name, row in got.items()}
@@ -113,7 +117,6 @@ def test_plot(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["--count", "10"], 2, "--window"),
         (["--window", "10"], 2, "--count"),
         (["--window", "2.5", "--count", "10"], 2, "expected a window: a count from 1"),
         (["--window", "5", "--count", "0"], 2, "expected a whole number from 1"),

@@ -294,7 +294,7 @@ def test_a_state_of_one_average_is_loaded_in_python(tmp_path, options, numbers):
 def test_a_state_of_several_averages_is_not_loaded(tmp_path, options, told):
     state = tmp_path / "state"
     done(*options, "--state", state, text=CSV)
-    with pytest.raises(ValueError, match="tailavg stream with one average") as error:
+    with pytest.raises(ValueError, match="tailavg stream with one average can be loaded") as error:
         TailAverage.load(state)
     assert told in str(error.value)
     assert "tailavg stream --state" in str(error.value)
@@ -316,7 +316,7 @@ def test_a_damaged_state_is_not_loaded(tmp_path, damage):
     state = tmp_path / "state"
     done("-w", "3", "--state", state, text=lines(range(1, 10)))
     state.write_text(damage(state.read_text()))
-    with pytest.raises(ValueError, match=r"expected a file saved by tailavg|state: "):
+    with pytest.raises(ValueError, match=r"damaged, or not saved by tailavg|state: "):
         TailAverage.load(state)
 
 

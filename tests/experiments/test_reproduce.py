@@ -584,7 +584,7 @@ def test_the_report_tells_a_command_that_gives_it():
     [
         (["--optimum", "x"], 2, 'expected a number or "normal"'),
         (["--step", "0"], 2, "step: expected a number above 0"),
-        (["--at", "61"], 2, "at most 60, the batches"),
+        (["--at", "61"], 2, "choose at most 60"),
         (["--step", "1e9"], 1, "too large: the iterates diverge; try a smaller --step"),
         (["--output", "/dev/null/x"], 1, "cannot write to /dev/null/x"),
     ],

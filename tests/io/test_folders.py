@@ -67,7 +67,7 @@ def test_a_block_that_is_no_file_is_refused(tmp_path: Path, instead: str) -> Non
     block.unlink()
     if instead == "a folder":
         block.mkdir()
-    with pytest.raises(ValueError, match=r"expected a folder saved by tailavg, .*block-"):
+    with pytest.raises(ValueError, match=r"incomplete, or not saved by tailavg: .*block-"):
         layout.read(tmp_path / "state")
 
 

@@ -152,10 +152,9 @@ def test_parts_of_a_state_are_named():
     ids=lambda rule: type(rule).__name__,
 )
 def test_other_rules_are_refused(rule):
-    message = (
-        rf"rule: expected an AnytimeWindow, an Exponential or an AnyTail, got {type(rule).__name__}"
-    )
-    with pytest.raises(TypeError, match=message):
+    with pytest.raises(
+        TypeError, match=rf"rule: .*{type(rule).__name__}.*use AnytimeWindow|got RawTail"
+    ):
         tail_average(rule)
 
 

@@ -137,7 +137,7 @@ def test_a_state_that_does_not_belong_to_the_run(tmp_path):
     made = model()
     fit(made, epochs=1)
     with pytest.raises(
-        ValueError, match=r"after 16 iterations, .* got those after \[32\]"
+        ValueError, match=r"at iteration 16, but the states in .* are of \[32\]"
     ) as found:
         fit(made, TailAveraging(0.5, path=tmp_path), epochs=1)
     assert "BackupAndRestore" in str(found.value)

@@ -180,5 +180,5 @@ def test_a_file_that_is_damaged_is_refused(tmp_path):
     content = path.read_bytes()
     for length in range(0, len(content), 301):
         path.write_bytes(content[:length])
-        with pytest.raises(ValueError, match="average: expected a file saved by tailavg"):
+        with pytest.raises(ValueError, match="average: damaged, or not saved by tailavg"):
             TailAverage.load(path)

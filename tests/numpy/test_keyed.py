@@ -401,11 +401,11 @@ def test_a_damaged_file_is_refused(tmp_path):
     single = TailAverage(2)
     single.update(1.0)
     single.save(tmp_path / "single")
-    with pytest.raises(ValueError, match="expected a file saved by tailavg"):
+    with pytest.raises(ValueError, match="damaged, or not saved by tailavg"):
         TailAverages.load(tmp_path / "single")
     for end in range(0, len(whole), 97):
         path.write_bytes(whole[:end])
-        with pytest.raises(ValueError, match="expected a file saved by tailavg"):
+        with pytest.raises(ValueError, match="damaged, or not saved by tailavg"):
             TailAverages.load(path)
     rng, refused = np.random.default_rng(0), 0
     for _ in range(150):
@@ -418,7 +418,7 @@ def test_a_damaged_file_is_refused(tmp_path):
             refused += 1
     assert refused > 50  # the rest hits what nobody reads
     np.savez(path.with_suffix(".npz"), header="{}", keys=np.zeros(2))
-    with pytest.raises(ValueError, match="expected a file saved by tailavg"):
+    with pytest.raises(ValueError, match="damaged, or not saved by tailavg"):
         TailAverages.load(path.with_suffix(".npz"))
 
 

@@ -293,7 +293,7 @@ def featured(model):
 )
 def test_models_that_take_gradients_where_they_predict_are_refused_at_once(model, learn):
     model = model(TailAverager(optim.SGD(0.01), 0.25))
-    with pytest.raises(ValueError, match=r"step: expected look_ahead.*linear model of river"):
+    with pytest.raises(ValueError, match=r"step: look_ahead.*linear model of river"):
         learn(model)
 
 
@@ -302,7 +302,7 @@ def test_a_step_that_is_refused_changes_nothing():
     averager.look_ahead(w)
     averager.step(w, {"a": 1.0})
     was = pickle.dumps(averager)
-    with pytest.raises(ValueError, match="step: expected look_ahead"):
+    with pytest.raises(ValueError, match=r"step: look_ahead\(w\) was not called"):
         averager.step(w, {"a": 1.0})
     assert w == {"a": 0.5}
     assert pickle.dumps(averager) == was
@@ -322,7 +322,7 @@ def test_weights_that_are_arrays_are_refused():
 
 
 def test_what_is_no_optimizer_and_what_has_no_window_is_refused():
-    with pytest.raises(TypeError, match=r"optimizer: expected one of river.optim.*got 0.25"):
+    with pytest.raises(TypeError, match=r"optimizer: expected an optimizer of river.*got 0.25"):
         TailAverager(0.25, optim.SGD())
     with pytest.raises(TypeError, match="rule: AnyTail has no window of its own"):
         TailAverager(optim.SGD(), AnyTail())

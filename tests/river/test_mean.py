@@ -158,7 +158,7 @@ def test_a_state_moves_to_and_from_tail_average():
 def test_a_state_that_is_not_of_real_numbers_is_refused(sample):
     average = TailAverage(10)
     average.update(sample)
-    with pytest.raises(ValueError, match="state: expected one of real numbers, got one of"):
+    with pytest.raises(ValueError, match="state: expected an average of real numbers, got"):
         TailMean.from_state_dict(average.state_dict())
 
 

@@ -284,7 +284,7 @@ def test_reading_before_the_first_update_is_an_error(call, tmp_path):
 def test_a_module_with_one_set_of_weights_is_no_tail():
     model = small()
     before = bits(model)
-    with pytest.raises(TypeError, match=r"rule: expected one with a window.*ParameterAverage"):
+    with pytest.raises(TypeError, match=r"rule: AnyTail.* has no window.*ParameterAverage"):
         AveragedModel(model, AnyTail())
     with pytest.raises(TypeError):
         convert_tail_batchnorm(model, AnyTail())

@@ -112,7 +112,9 @@ def test_a_bad_rule_is_refused_and_nothing_converted(bad):
 @pytest.mark.parametrize("rule", [AnyTail(), AnytimeWindow(0.25), ExactWindow(9)], ids=str)
 def test_a_rule_other_than_an_exponential_is_refused_and_nothing_converted(rule):
     model = net()
-    with pytest.raises(TypeError, match=r"rule: .* an Exponential only, got .*; pass a number"):
+    with pytest.raises(
+        TypeError, match=r"rule: .* supports only Exponential, got .*; pass a number"
+    ):
         convert_tail_batchnorm(model, rule)
     assert type(model.norm) is nn.BatchNorm2d
 

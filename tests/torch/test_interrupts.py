@@ -43,14 +43,14 @@ class Run:
             self.average.update()
 
     def state(self):
-        """All that there is to see; None if the average says that it is not whole."""
+        """All that there is to see; None if the average says that it is incomplete."""
         try:
             if isinstance(self.average, AveragedModel):
                 state = self.average.state_dict()
                 return snapshot(dict(state)), bits(self.average.module), self.average.count
             return snapshot(self.average.state_dict()), self.average.count
         except RuntimeError as error:
-            if "not whole" in str(error):
+            if "incomplete" in str(error):
                 return None
             raise
 

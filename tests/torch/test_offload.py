@@ -299,7 +299,7 @@ def test_a_file_that_was_harmed_is_named_and_the_sum_stays_good(rule, harm, tmp_
                 break
         else:
             raise AssertionError("what is gone was not missed")
-        average._accumulators.require_whole()
+        average._accumulators.require_complete()
         tmp_path.mkdir(exist_ok=True)
         average.load_state_dict(saved(good.state_dict()))
         walk.random.set_state(other.random.get_state())
@@ -444,14 +444,14 @@ def test_a_move_that_is_interrupted_is_not_read(tmp_path, monkeypatch):
     old = block.clear
 
     def clear(self):
-        if not average._accumulators.whole:
+        if not average._accumulators.complete:
             raise KeyboardInterrupt
         old(self)
 
     monkeypatch.setattr(block, "clear", clear)
     with pytest.raises(KeyboardInterrupt):
         average.to(torch.float64)
-    with pytest.raises(RuntimeError, match="not whole"):
+    with pytest.raises(RuntimeError, match="incomplete"):
         average.averaged_state_dict()
 
 

@@ -551,7 +551,7 @@ def test_parameters_of_a_module_come_as_named_pairs_too():
 
 
 def test_nothing_to_average_and_nothing_but_empty_tensors():
-    with pytest.raises(ValueError, match="at least one"):
+    with pytest.raises(ValueError, match="no floating point tensor to average"):
         ParameterAverage(nn.Sequential(nn.Tanh()), 10)
     average = ParameterAverage({"none": torch.zeros(0, 3)}, 10)
     for _ in range(20):

@@ -110,7 +110,7 @@ def test_the_same_view_of_the_same_memory_is_averaged_once(share):
     assert snapshot(resumed.state_dict()) == snapshot(state)
     # a state of a model that was not tied
     untied = state | {"partial": state["partial"] | {"b": state["partial"]["a"].clone()}}
-    with pytest.raises(ValueError, match=r"partial: b: expected one tensor for a and b"):
+    with pytest.raises(ValueError, match=r"partial: a and b are tied in this model"):
         resumed.load_state_dict(untied)
     assert snapshot(resumed.state_dict()) == snapshot(state)
     assert_averages(resumed.averaged_state_dict(), history.average(average.rule))
@@ -264,7 +264,7 @@ def test_a_tie_that_is_made_or_broken_later_is_refused_by_name(share, change):
     change(model)
     before = bits(model)
     for call in (average.update, lambda: average.average_parameters().__enter__(), average.copy_to):
-        with pytest.raises(ValueError, match=r"b: expected .*memory"):
+        with pytest.raises(ValueError, match=r"b (had|was) .*, and (has|is) .* now"):
             call()
         assert bits(model) == before
         assert snapshot(live) == state

@@ -57,7 +57,7 @@ def test_a_copy_into_more_or_fewer_or_other_parameters_is_refused():
     for wrong in (more, list(other.parameters())[:-1], list(other.parameters())[::-1]):
         with pytest.raises(ValueError, match="model: "):
             unnamed.copy_to(wrong)
-    with pytest.raises(ValueError, match="got 0, 1"):  # a model has names
+    with pytest.raises(ValueError, match="unexpected 0, 1"):  # a model has names
         reference.copy_to(other.parameters())
     assert bits(other) == before
 

@@ -208,5 +208,5 @@ def test_a_move_does_not_make_a_broken_average_whole(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         average.update()
     monkeypatch.undo()
-    with pytest.raises(RuntimeError, match="not whole"):
+    with pytest.raises(RuntimeError, match="incomplete"):
         average.to("cpu")

@@ -1,9 +1,9 @@
-"""Averages of saved checkpoints: files and folders of several formats.
+"""Average saved checkpoints: files and folders of several formats.
 
 `average_checkpoints` is public; `tailavg checkpoints` calls `Merge`. Read `merge.py` first: it cuts
-tensors into pieces and averages them. A `Checkpoint` reads and writes the pieces in one format. The
-weights are known before any file is read. Numbers with the same bits in all checkpoints, and all
-that is no real or complex number, come from the newest.
+tensors into pieces and averages them. Then read `checkpoint.py`: each format is a subclass of
+`Checkpoint`, which reads and writes pieces. `weights.py` computes the weights before any tensor is
+read. Integers, booleans and other data that cannot be averaged come from the newest checkpoint.
 """
 
 from tailavg.checkpoints.checkpoint import CheckpointError

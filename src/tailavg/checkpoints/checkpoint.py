@@ -1,4 +1,8 @@
-"""What every kind of checkpoint is: named tensors that are read a piece at a time."""
+"""The base class of all checkpoint formats: named tensors that are read piece by piece.
+
+`merge.py` calls it; `safetensors.py`, `torchfiles.py`, `folders.py` and `distributed.py` implement
+it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ import numpy.typing as npt
 from tailavg.io.files import whole_file, whole_folder
 
 __all__ = [
-    "PARTS",
+    "REAL_DTYPES",
     "Averages",
     "Checkpoint",
     "CheckpointError",
@@ -29,13 +33,13 @@ __all__ = [
 
 Piece = npt.NDArray[Any]
 Averages = Iterator[Sequence[Piece]]
-"""Piece after piece, in the order of the newest checkpoint, each with one average per output."""
+"""The averages of each piece, one per output. The pieces are in the order of `tensors`."""
 
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 _FLOATS_8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
 _COMPLEX = {"complex128": "float64", "complex64": "float32", "complex32": "float16"}
-PARTS: Mapping[str, str] = {name: name for name in (*_FLOATS, *_FLOATS_8)} | _COMPLEX
-"""The dtypes that are averaged, and the dtypes of their real and imaginary parts."""
+REAL_DTYPES: Mapping[str, str] = {name: name for name in (*_FLOATS, *_FLOATS_8)} | _COMPLEX
+"""The dtypes that are averaged, each with the dtype of its real and imaginary parts."""
 
 NO_NUMBERS = np.dtype(np.uint8)
 
@@ -46,33 +50,34 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class Tensor:
-    """What is known about a tensor before it is read."""
+    """The description of a tensor, known before its numbers are read."""
 
     name: str
-    """Its name in messages; two tensors may share it."""
+    """The name in messages; two tensors may share one."""
     dtype: str
     shape: tuple[int, ...]
     numbers: int = 0
-    """How many real numbers to average; 0 if it comes from the newest file, or with another."""
-    part: np.dtype[Any] = NO_NUMBERS
-    """Their dtype."""
-    to: np.dtype[Any] = NO_NUMBERS
-    """The dtype of their average."""
+    """The number of real numbers to average. It is 0 if the tensor is copied from the newest
+    checkpoint, or if it shares the memory of another tensor, which is averaged."""
+    number_dtype: np.dtype[Any] = NO_NUMBERS
+    """The dtype of the real numbers."""
+    mean_dtype: np.dtype[Any] = NO_NUMBERS
+    """The dtype of their averages."""
     memory: str = ""
-    """Where it is in memory, in formats that can tell."""
+    """The layout in memory, in formats with shared memory. All checkpoints must have the same."""
     cuts: tuple[int, ...] = ()
-    """The only places where it can be cut into pieces; if empty, it can be cut anywhere."""
+    """The positions where the tensor can be cut into pieces; if empty, it can be cut anywhere."""
     left: bool = False
-    """Whether the user chose to leave it as it is in the newest."""
+    """Whether the user chose to copy the tensor from the newest checkpoint."""
 
     @classmethod
     def averaged(cls, name: str, dtype: str, shape: tuple[int, ...], elements: int) -> Tensor:
-        """Describe a tensor of a dtype in `PARTS`, of which so many elements are averaged."""
-        part = _part(dtype)
-        return cls(name, dtype, shape, elements * (1 + _is_complex(dtype)), part, part)
+        """Describe a tensor whose `elements` are averaged, of a dtype in `REAL_DTYPES`."""
+        real = _real_dtype(dtype)
+        return cls(name, dtype, shape, elements * (1 + _is_complex(dtype)), real, real)
 
     def means(self, averages: Averages) -> Averages:
-        """Take the averages of this tensor."""
+        """Yield the averages of this tensor's pieces, which come next in `averages`."""
         taken = 0
         while taken < self.numbers:
             means = next(averages)
@@ -81,62 +86,64 @@ class Tensor:
 
 
 class Checkpoint(ABC):
-    """A saved model. Only the names and kinds of its tensors are read at first."""
+    """A saved model. The constructor reads only the descriptions of its tensors."""
 
     kind: ClassVar[str] = "a file"
-    """How messages call it."""
+    """The name of the format in messages."""
     together: ClassVar[bool] = True
     """Whether several outputs can be written in one pass."""
     threads: ClassVar[int] = 2
-    """How many threads may read it: one computes while another reads. More would wait for Python's
-    lock."""
+    """The number of threads that read and average. With two, one computes while the other reads;
+    more would wait for the GIL."""
     path: Path
     tensors: dict[Hashable, Tensor]
     stamps: dict[Path, tuple[int, ...]]
-    """The files of the checkpoint, each with values that change if the file does."""
+    """The files of the checkpoint, each with its `stamp_of`."""
 
     def replacing(self, output: Path) -> AbstractContextManager[Any]:
-        """Open an output, which appears when it is complete."""
+        """Open an output, which replaces `output` atomically."""
         return whole_folder(output) if self.path.is_dir() else whole_file(output)
 
     @abstractmethod
     def read(self, key: Hashable, start: int, stop: int, out: Piece) -> None:
-        """Read the numbers from `start` to `stop` of a tensor into bytes. Threads may share it."""
+        """Read the numbers from `start` to `stop` of a tensor into the bytes `out`. Thread-safe."""
 
     @abstractmethod
     def write(self, outputs: Sequence[Any], averages: Averages) -> None:
-        """Write this checkpoint to each output, with averages instead of its tensors."""
+        """Write this checkpoint to each output, with its tensors replaced by averages."""
 
     @abstractmethod
     def averaged(self, averages: Averages) -> Any:
-        """Return this checkpoint in memory, with averages instead of its tensors."""
+        """Return this checkpoint in memory, with its tensors replaced by averages."""
 
     def choose(self, include: Sequence[str], exclude: Sequence[str], dtype: str | None) -> None:
-        """Leave some tensors as they are in this checkpoint, and change the dtype of the others."""
+        """Choose the tensors to average, and the dtype of the averages."""
         names = {tensor.name for tensor in self.tensors.values()}
         for pattern in (*include, *exclude):
             if not any(fnmatchcase(name, pattern) for name in names):
-                raise CheckpointError(f"no tensor matches {pattern!r}; a name is {min(names)!r}")
+                raise CheckpointError(
+                    f"no tensor matches {pattern!r}; names look like {min(names)!r}"
+                )
         for key, tensor in self.tensors.items():
             if any(fnmatchcase(tensor.name, pattern) for pattern in exclude) or (
                 include and not any(fnmatchcase(tensor.name, pattern) for pattern in include)
             ):
                 self.tensors[key] = replace(tensor, numbers=0, left=True)
             elif dtype is not None and tensor.numbers and not _is_complex(tensor.dtype):
-                self.tensors[key] = replace(tensor, to=_part(dtype))
+                self.tensors[key] = replace(tensor, mean_dtype=_real_dtype(dtype))
         self.arrange()
 
-    def arrange(self) -> None:  # noqa: B027 (some have nothing to arrange)
-        """Prepare to write what was chosen, and sort the tensors in the order of writing."""
+    def arrange(self) -> None:  # noqa: B027 (some formats have nothing to arrange)
+        """Sort and cut the tensors for writing, after `choose`."""
 
     def check_unchanged(self) -> None:
-        """Raise if a file is not the one that was opened."""
+        """Raise if a file changed since it was opened."""
         for path, stamp in self.stamps.items():
             if stamp_of(path) != stamp:
                 raise CheckpointError(f"{path}: the file changed while it was read")
 
     def check_like(self, newest: Checkpoint) -> None:
-        """Raise unless both have the same tensors, of the same shapes and dtypes."""
+        """Raise unless both checkpoints have the same tensors, shapes and dtypes."""
         where = f"{self.path}: differs from the newest, {newest.path}"
         if type(self) is not type(newest):
             raise CheckpointError(f"{where}: expected {newest.kind}, got {self.kind}")
@@ -156,30 +163,30 @@ class Checkpoint(ABC):
                     )
 
     def compared(self) -> Mapping[Hashable, Tensor]:
-        """Return the tensors that another checkpoint must have as well."""
+        """Return the tensors that the other checkpoints must have as well."""
         return self.tensors
 
-    def described(self, name: str, dtype: str, shape: tuple[int, ...], elements: int) -> Tensor:
-        """Describe a tensor. Raise if it can be neither averaged nor, as integers are, left."""
-        if dtype in PARTS:
+    def describe(self, name: str, dtype: str, shape: tuple[int, ...], elements: int) -> Tensor:
+        """Describe a tensor. Raise unless it can be averaged or, such as integers, copied."""
+        if dtype in REAL_DTYPES:
             return Tensor.averaged(name, dtype, shape, elements)
         if dtype.startswith(("int", "uint", "bool")):
             return Tensor(name, dtype, shape)
         raise CheckpointError(
-            f"{self.path}: tensor {name!r}: {dtype} cannot be averaged, only integers and "
-            f"{', '.join(PARTS)}; remove the tensor from the checkpoints"
+            f"{self.path}: tensor {name!r}: {dtype} cannot be averaged; remove the tensor from the "
+            f"checkpoints (supported: integers and {', '.join(REAL_DTYPES)})"
         )
 
 
 def stamp_of(path: Path) -> tuple[int, ...]:
-    """Return values that change if a file does."""
+    """Return values that change if the file does."""
     status = path.stat()
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 @contextmanager
 def reading(problem: str) -> Iterator[None]:
-    """Raise a CheckpointError with this text if a file is damaged, which can raise anything."""
+    """Turn any exception, such as those of damaged files, into a CheckpointError with this text."""
     try:
         yield
     except (CheckpointError, MemoryError):
@@ -193,18 +200,18 @@ def _is_complex(dtype: str) -> bool:
     return dtype.startswith("complex")
 
 
-def _part(dtype: str) -> np.dtype[Any]:
+def _real_dtype(dtype: str) -> np.dtype[Any]:
     """Return the dtype of the real and imaginary parts of an averaged dtype."""
-    name = PARTS[dtype]
-    source: Any = np
+    name = REAL_DTYPES[dtype]
+    module: Any = np
     if name.startswith(("bfloat", "float8")):
-        import ml_dtypes as source
-    part: np.dtype[Any] = np.dtype(getattr(source, name))
-    return part
+        import ml_dtypes as module
+    real: np.dtype[Any] = np.dtype(getattr(module, name))
+    return real
 
 
 def read_at(path: Path, position: int, out: Piece) -> None:
-    """Fill `out` with the bytes of a file from a position on."""
+    """Fill `out` with the bytes of a file, starting at `position`."""
     view = memoryview(out.data)
     with path.open("rb", buffering=0) as stream:
         stream.seek(position)

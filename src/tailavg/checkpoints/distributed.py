@@ -1,7 +1,7 @@
-"""Folders of `torch.distributed.checkpoint`, through torch's own reader and writer.
+"""Folders of `torch.distributed.checkpoint`, read and written by torch's own reader and writer.
 
-No process group and no model is needed. Torch reads a stored chunk at once. One folder may have
-other chunks than the next.
+Neither a process group nor a model is needed. Torch can only read whole chunks. The checkpoints may
+be sharded into different chunks.
 """
 
 from __future__ import annotations
@@ -34,19 +34,20 @@ from tailavg.checkpoints.checkpoint import (
 
 __all__ = ["Distributed"]
 
-HELD = 8
-"""Bytes in memory for a byte of a piece in float32: two copies, two arrays in float64, the mean."""
+MEMORY_PER_BYTE = 8
+"""Bytes in memory per byte of a float32 piece: two copies, two float64 arrays, and the mean."""
 
 
 class Distributed(Checkpoint):
-    """A folder of `torch.distributed.checkpoint`. A key is a tensor's name and a chunk's offsets.
+    """A folder of `torch.distributed.checkpoint`.
 
-    Its metadata is a pickle, which torch's reader loads.
+    The key of a chunk is the tensor's name and the chunk's offsets. The metadata is a pickle, which
+    torch's reader loads.
     """
 
     kind = "a folder of torch.distributed.checkpoint"
     together = False
-    threads = 1  # each holds a chunk
+    threads = 1  # each thread would hold a chunk in memory
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -57,7 +58,6 @@ class Distributed(Checkpoint):
             self._metadata: Any = self._reader.read_metadata()
             self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
             stored = self._metadata.storage_data
-            # in the order of the files
             self._items = sorted(stored, key=lambda i: (stored[i].relative_path, stored[i].offset))
             files = {path / stored[item].relative_path for item in self._items}
             self._chunks: dict[Any, Any] = {
@@ -76,7 +76,7 @@ class Distributed(Checkpoint):
             return Tensor(item.fqn, "bytes", ())
         dtype = str(entry.properties.dtype).removeprefix("torch.")
         elements = math.prod(self._chunks[_key(item)].sizes)
-        return self.described(item.fqn, dtype, tuple(entry.size), elements)
+        return self.describe(item.fqn, dtype, tuple(entry.size), elements)
 
     def compared(self) -> Mapping[Hashable, Tensor]:
         return {tensor.name: tensor for tensor in self.tensors.values()}
@@ -87,17 +87,20 @@ class Distributed(Checkpoint):
         self._chunks = newest._chunks  # `read` is called with keys of the newest
 
     def arrange(self) -> None:
-        """Cut large chunks along an axis, so that pieces fit into a quarter of the checkpoint.
+        """Cut large chunks along an axis, so that a piece needs little memory.
 
-        Torch reads all of a chunk for each piece of it, so there are eight pieces at most.
+        That is at most a quarter of the checkpoint's size, if eight pieces per chunk are enough.
+        More would be slow, since torch reads the whole chunk for each piece.
         """
-        total = sum(tensor.numbers * tensor.part.itemsize for tensor in self.tensors.values())
+        tensors = self.tensors.values()
+        total = sum(tensor.numbers * tensor.number_dtype.itemsize for tensor in tensors)
         room = max(2**26, total // 4)
         for key, tensor in self.tensors.items():
             if tensor.numbers:
                 sizes = self._chunks[key].sizes
                 rows = sizes[_axis(sizes)] if sizes else 1
-                pieces = min(8, math.ceil(HELD * tensor.numbers * tensor.part.itemsize / room))
+                memory = MEMORY_PER_BYTE * tensor.numbers * tensor.number_dtype.itemsize
+                pieces = min(8, math.ceil(memory / room))
                 step = math.ceil(rows / pieces) * (tensor.numbers // rows)
                 cuts = (*range(0, tensor.numbers, step), tensor.numbers)
                 self.tensors[key] = dataclasses.replace(tensor, cuts=cuts)
@@ -123,18 +126,18 @@ class Distributed(Checkpoint):
                 f"{self.path}: tensor {name!r}: its chunks hold only {covered} of "
                 f"{target.numel()} numbers; save the checkpoint again"
             )
-        self._read_items(name, items, _Into(target))
+        self._read_items(name, items, _Loader(target))
 
     def _bytes(self, item: Any) -> io.BytesIO:
-        """Read what is not a tensor, as it is stored."""
-        into, none = _Into(None), torch.Size((0,))
+        """Read the stored bytes of an item that is not a tensor."""
+        loader, none = _Loader(None), torch.Size((0,))
         read = planner.ReadItem(planner.LoadItemType.BYTE_IO, item, none, item, none, none)
-        self._read_items(item.fqn, [read], into)
-        return into.data
+        self._read_items(item.fqn, [read], loader)
+        return loader.data
 
-    def _read_items(self, name: str, items: list[Any], into: Any) -> None:
+    def _read_items(self, name: str, items: list[Any], loader: Any) -> None:
         with reading(f"{self.path}: tensor {name!r}: torch cannot read its chunks"):
-            self._reader.read_data(planner.LoadPlan(items), into).wait()
+            self._reader.read_data(planner.LoadPlan(items), loader).wait()
 
     def averaged(self, averages: Averages) -> dict[str, Any]:
         state: dict[str, Any] = {}
@@ -142,8 +145,8 @@ class Distributed(Checkpoint):
             if key not in self._chunks:  # not a tensor
                 continue
             chunk, entry = self._chunks[key], self._metadata.state_dict_metadata[tensor.name]
-            changed = tensor.numbers and tensor.to != tensor.part
-            dtype = getattr(torch, tensor.to.name) if changed else entry.properties.dtype
+            changed = tensor.numbers and tensor.mean_dtype != tensor.number_dtype
+            dtype = getattr(torch, tensor.mean_dtype.name) if changed else entry.properties.dtype
             values = torch.empty(chunk.sizes, dtype=dtype)
             if not tensor.numbers:
                 self._load(tensor.name, chunk, values)
@@ -159,9 +162,9 @@ class Distributed(Checkpoint):
         (output,) = outputs
         entries = dict(self._metadata.state_dict_metadata)
         for tensor in self.tensors.values():
-            if tensor.numbers and tensor.to != tensor.part:
+            if tensor.numbers and tensor.mean_dtype != tensor.number_dtype:
                 entry = entries[tensor.name]
-                dtype = getattr(torch, tensor.to.name)
+                dtype = getattr(torch, tensor.mean_dtype.name)
                 entries[tensor.name] = dataclasses.replace(
                     entry, properties=dataclasses.replace(entry.properties, dtype=dtype)
                 )
@@ -177,9 +180,9 @@ class Distributed(Checkpoint):
             dtype = entries[key[0]].properties.dtype
             return int(math.prod(self._chunks[key].sizes) * dtype.itemsize)
 
-        # torch's writer keeps all tensors until the file ends, so all of them share one memory
+        # torch's writer keeps all tensors of a file, so all of them share one buffer
         largest = max((size_of(key) for key in self._chunks), default=0)
-        memory = torch.empty(largest, dtype=torch.uint8)
+        buffer = torch.empty(largest, dtype=torch.uint8)
 
         def resolve(write: planner.WriteItem) -> Any:
             key = _key(write.index)
@@ -187,17 +190,17 @@ class Distributed(Checkpoint):
                 return self._bytes(write.index)
             tensor, chunk = self.tensors[key], self._chunks[key]
             values: Any = torch.empty(0, dtype=entries[key[0]].properties.dtype)
-            storage: Any = memory.untyped_storage()[: size_of(key)]
+            storage: Any = buffer.untyped_storage()[: size_of(key)]
             values.set_(storage, 0, chunk.sizes)
             if not tensor.numbers:
                 self._load(key[0], chunk, values)
             start = 0
             for (mean,) in tensor.means(averages):
-                memory[start : start + mean.nbytes] = torch.from_numpy(mean.view(np.uint8))
+                buffer[start : start + mean.nbytes] = torch.from_numpy(mean.view(np.uint8))
                 start += mean.nbytes
             return values
 
-        # with one thread and no copies ahead, it calls `resolve` in this order
+        # with one thread and no copies ahead, the writer calls `resolve` in the order of the plans
         writer = _Writer(output, per_thread_copy_ahead=0)
         writer.set_up_storage_writer(True)
         stored = self._metadata.storage_data
@@ -210,12 +213,13 @@ class Distributed(Checkpoint):
 
 
 class _Writer(FileSystemWriter):
-    def storage_meta(self) -> StorageMeta:  # without the temporary name
+    def storage_meta(self) -> StorageMeta:
+        # torch would also store the path of the folder, which is temporary
         return StorageMeta(save_id=self.save_id)
 
 
-class _Into:
-    """A planner whose only target is a tensor, or bytes."""
+class _Loader:
+    """A load planner for torch's reader, with a tensor or bytes as its only target."""
 
     def __init__(self, target: Any) -> None:
         self._target = target
@@ -232,7 +236,7 @@ class _Into:
 
 
 def _region(target: Any, offsets: Sequence[int], sizes: Sequence[int]) -> Any:
-    """Return a view of a part of a tensor."""
+    """Return a view of a region of a tensor."""
     for axis, (start, size) in enumerate(zip(offsets, sizes, strict=True)):
         target = target.narrow(axis, start, size)
     return target

@@ -1,4 +1,4 @@
-"""Folders that `save_pretrained` and trainers write: weights, maybe in shards, and other files."""
+"""Folders that `save_pretrained` and trainers write: weights, perhaps sharded, and other files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tailavg.checkpoints.checkpoint import (
-    PARTS,
+    REAL_DTYPES,
     Averages,
     Checkpoint,
     CheckpointError,
@@ -35,7 +35,7 @@ TRAINING_FILES = re.compile(
     | .*\.(pt | pth | ckpt | pkl | distcp | h5 | msgpack | onnx | gguf | lock | tmp)""",
     re.VERBOSE,
 )
-"""Files that an averaged model does without: states of training, and weights in other formats."""
+"""Files that are not copied to the average: training states, and weights in other formats."""
 
 TRAINING_FOLDERS = re.compile(
     r"\..* | __pycache__ | runs | checkpoint-\d+ | (global_step|optimizer|tail_average|.*fsdp).*",
@@ -53,10 +53,9 @@ def open_file(path: Path) -> Checkpoint:
 
 
 class Folder(Checkpoint):
-    """A folder of a model. The key of a tensor is the name of its model, and its key in a file.
-
-    Every `.safetensors` file is averaged, also in folders within it; where there is none, every
-    `.bin` file. Shards of one index are one model. Paths of files are relative to the folder.
+    """A folder with one or more models. The key of a tensor is its model and its key in a file.
+    All `.safetensors` files are averaged, in subfolders too; in a folder without any, all `.bin`
+    files. The shards of one index are one model. Paths of files are relative to `path`.
     """
 
     kind = "a folder of a model"
@@ -64,32 +63,32 @@ class Folder(Checkpoint):
     def __init__(self, path: Path) -> None:
         self.path = path
         self.stamps = {}
-        self._files: dict[Path, tuple[str, Checkpoint]] = {}  # a model and a file of it, by path
+        self._files: dict[Path, tuple[str, Checkpoint]] = {}  # path to model's name and weights
         self._indices: list[Path] = []
-        self._others: list[Path] = []
+        self._other_files: list[Path] = []
         for folder, folders, names in os.walk(path):
             folders[:] = sorted(name for name in folders if not TRAINING_FOLDERS.fullmatch(name))
             names = sorted(name for name in names if not TRAINING_FILES.fullmatch(name))
             self._open_folder(Path(folder).relative_to(path), names)
         if not self._files:
-            inside = sorted(path.glob("*/.metadata"))
+            inside = [metadata.parent.name for metadata in sorted(path.glob("*/.metadata"))]
             raise CheckpointError(
                 f"{path}: no model.safetensors, no shards with an index and no pytorch_model.bin"
-                + (f"; average its folder {inside[0].parent.name} instead" if inside else "")
+                + (f"; average its folder {inside[0]} instead" if inside else "")
             )
         self._gather()
 
     def _open_folder(self, folder: Path, names: list[str]) -> None:
-        """Open the weights in a folder, and list its other files."""
+        """Open the weights directly in a folder, and list its other files."""
         kinds = ".safetensors", ".bin"
         kind = next((kind for kind in kinds if any(name.endswith(kind) for name in names)), "")
-        models: dict[str, list[str]] = {}  # the files of each
+        models: dict[str, list[str]] = {}  # name of a model to its files
         for name in names:
             match = INDEX.fullmatch(name)
             if match and match[2] == kind:
                 models[match[1] + (match[3] or "")] = self._shards(folder / name)
             elif not match and not name.endswith(kinds):
-                self._others.append(folder / name)
+                self._other_files.append(folder / name)
         shards = {name for files in models.values() for name in files}
         for name in names:
             if name in shards or not name.endswith(kinds):
@@ -98,16 +97,19 @@ class Folder(Checkpoint):
             if not name.endswith(kind):
                 if not name.startswith("pytorch_model") and name.removesuffix(".bin") not in models:
                     raise CheckpointError(
-                        f"{path}: the other weights here are {kind} files; convert it or remove it"
+                        f"{path}: the other weights in this folder are {kind} files; convert or "
+                        "remove this file"
                     )
             elif SHARD.fullmatch(name):
-                if not shards:  # or it is of another time
+                if not shards:  # beside an indexed model, an extra shard is left over and ignored
                     raise CheckpointError(
-                        f"{path}: a shard without its index, such as model{kind}.index.json"
+                        f"{path}: a shard without its index; restore the index, such as "
+                        f"model{kind}.index.json"
                     )
             elif model in models:
                 raise CheckpointError(
-                    f"{path.parent}: {name} and an index with shards; remove the older of the two"
+                    f"{path.parent}: holds both {name} and an index with shards; remove the older "
+                    "of the two"
                 )
             else:
                 models[model] = [name]
@@ -118,22 +120,22 @@ class Folder(Checkpoint):
                 self.stamps |= file.stamps
 
     def _shards(self, index: Path) -> list[str]:
-        """Return the files that an index names."""
+        """Return the names of the files in an index."""
         path = self.path / index
         self.stamps[path] = stamp_of(path)
         self._indices.append(index)
         shards = self._json(index).get("weight_map")
         if not isinstance(shards, dict):
-            raise CheckpointError(f"{path}: not an index with a weight_map from tensors to files")
+            raise CheckpointError(f"{path}: not an index: expected a dict weight_map")
         for name, shard in shards.items():
             if shard != Path(str(shard)).name or not (path.parent / shard).is_file():
                 raise CheckpointError(
-                    f"{path}: no file {shard!r} beside it, where {name!r} should be"
+                    f"{path}: the file {shard!r} with tensor {name!r} is missing from the folder"
                 )
         return sorted({*shards.values()})
 
     def _gather(self) -> None:
-        """Take the tensors of all files together."""
+        """Collect the tensors of all files."""
         self.tensors, self._sources = {}, dict[Hashable, tuple[Checkpoint, Hashable]]()
         for path, (model, file) in self._files.items():
             for key, tensor in file.tensors.items():
@@ -142,29 +144,29 @@ class Folder(Checkpoint):
                 self._sources[model, key] = file, key
 
     def read(self, key: Hashable, start: int, stop: int, out: Piece) -> None:
-        file, inner = self._sources[key]
-        file.read(inner, start, stop, out)
+        file, file_key = self._sources[key]
+        file.read(file_key, start, stop, out)
 
     def choose(self, include: Sequence[str], exclude: Sequence[str], dtype: str | None) -> None:
         self._dtype = dtype
-        for other in self._others:
-            if other.name == "config.json" and "quantization_config" in self._json(other):
+        for path in self._other_files:
+            if path.name == "config.json" and "quantization_config" in self._json(path):
                 raise CheckpointError(
-                    f"{self.path / other}: the model is quantized, as quantization_config says; "
-                    "average the checkpoints first, and quantize the average"
+                    f"{self.path / path}: the model is quantized (quantization_config); average "
+                    "the checkpoints before quantization, then quantize the average"
                 )
         super().choose(include, exclude, dtype)
 
     def arrange(self) -> None:
         for key, tensor in self.tensors.items():
-            file, inner = self._sources[key]
-            file.tensors[inner] = replace(tensor, name=file.tensors[inner].name)
+            file, file_key = self._sources[key]
+            file.tensors[file_key] = replace(tensor, name=file.tensors[file_key].name)
         for _, file in self._files.values():
             file.arrange()
         self._gather()
 
     def write(self, outputs: Sequence[Path], averages: Averages) -> None:
-        for path in [*self._files, *self._others, *self._indices]:
+        for path in [*self._files, *self._other_files, *self._indices]:
             with ExitStack() as stack:
                 files = []
                 for output in outputs:
@@ -182,17 +184,17 @@ class Folder(Checkpoint):
         state: dict[str, Any] = {}
         for path, (_, file) in self._files.items():
             for name, tensor in file.averaged(averages).items():
-                whole_name = (path.parent / name).as_posix() if path.parent.name else name
-                if whole_name in state:
+                full_name = (path.parent / name).as_posix() if path.parent.name else name
+                if full_name in state:
                     raise CheckpointError(
-                        f"{self.path}: two files have a tensor {whole_name!r}; write the average "
+                        f"{self.path}: two files have a tensor {full_name!r}; write the average "
                         "to a folder instead"
                     )
-                state[whole_name] = tensor
+                state[full_name] = tensor
         return state
 
     def _content(self, path: Path) -> bytes:
-        """Return what a file says, and anew if it tells the dtype or size of the weights."""
+        """Return the contents of a file, with the new dtype and size of the weights."""
         if self._dtype is None or not (path.name == "config.json" or path in self._indices):
             return (self.path / path).read_bytes()
         content = self._json(path)
@@ -201,7 +203,7 @@ class Folder(Checkpoint):
             if isinstance(metadata, dict) and "total_size" in metadata:
                 shards = [self._files[path.parent / s] for s in {*content["weight_map"].values()}]
                 metadata["total_size"] += sum(
-                    tensor.numbers * (tensor.to.itemsize - tensor.part.itemsize)
+                    tensor.numbers * (tensor.mean_dtype.itemsize - tensor.number_dtype.itemsize)
                     for _, file in shards
                     for tensor in file.tensors.values()
                 )
@@ -210,14 +212,14 @@ class Folder(Checkpoint):
         return json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n"
 
     def _json(self, path: Path) -> dict[str, Any]:
-        with reading(f"{self.path / path}: not an object in JSON"):
+        with reading(f"{self.path / path}: not a JSON object"):
             return {**json.loads((self.path / path).read_text())}
 
 
 def _rename_dtypes(config: dict[str, Any], dtype: str) -> None:
-    """Let a configuration, and those within it, name another dtype."""
+    """Change the dtype in a configuration and the configurations nested in it."""
     for key, value in config.items():
         if isinstance(value, dict):
             _rename_dtypes(value, dtype)
-        elif key in ("dtype", "torch_dtype") and value in PARTS:
+        elif key in ("dtype", "torch_dtype") and value in REAL_DTYPES:
             config[key] = dtype

@@ -1,8 +1,8 @@
-"""Average checkpoints in one pass: every number is read once.
+"""Average checkpoints in one pass: each number is read once.
 
-Tensors are cut into pieces. A thread takes a piece, reads it from each checkpoint with a weight,
-the newest first, and adds it up. The averages are written in the order of the newest checkpoint
-while the next ones are computed, so memory is that of a few pieces.
+Tensors are cut into pieces. A thread reads a piece from each checkpoint that has a weight, the
+newest first, and averages it. The averages are written in the order of the newest checkpoint while
+the next pieces are computed, so only a few pieces are in memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["SAFETENSORS", "TORCH", "Merge", "average_checkpoints"]
 
 SAFETENSORS = frozenset({".safetensors"})
 TORCH = frozenset({".pt", ".pth", ".ckpt", ".bin"})
-"""The suffixes of files."""
+"""The suffixes of files that `torch.save` writes."""
 
 AnyPath = str | os.PathLike[str]
 Progress = Callable[[int, int], object]
@@ -38,11 +38,11 @@ Term = tuple[Checkpoint, Sequence[float]]
 """A checkpoint, and its weight for each output."""
 
 PIECE = 2**17
-"""How many numbers to add at once: enough that threads do not wait for Python's lock."""
+"""The numbers in a piece: enough that threads rarely wait for the GIL."""
 
 
 class Merge:
-    """The two steps of `average_checkpoints`: this opens and compares them, `run` averages them.
+    """Opened checkpoints, which are known to match, and the weights of each output.
 
     Attributes:
         weights: For each output, the weight of each checkpoint.
@@ -60,7 +60,7 @@ class Merge:
     ) -> None:
         if not paths:
             raise ValueError("paths: expected at least one checkpoint, got none")
-        self._checkpoints = [_opened(path) for path in paths]
+        self._checkpoints = [_open(path) for path in paths]
         self.newest = self._checkpoints[-1]
         self.newest.choose(include, exclude, dtype)
         for checkpoint in self._checkpoints[:-1]:
@@ -70,22 +70,22 @@ class Merge:
         }
 
     def used(self, output: Path) -> list[Path]:
-        """Return the checkpoints with a weight, oldest first."""
+        """Return the paths of the checkpoints that have a weight in an output, oldest first."""
         return [checkpoint.path for checkpoint, _ in self._terms([output])]
 
     def run(self, progress: Progress | None = None) -> None:
-        """Write the outputs. None appears before all are complete."""
+        """Write the outputs. No output appears before all are complete."""
         newest, outputs = self.newest, list(self.weights)
         with ExitStack() as stack:
             targets = {output: stack.enter_context(newest.replacing(output)) for output in outputs}
             pool = self._pool(stack)
-            for some in [outputs] if newest.together else [[output] for output in outputs]:
-                averages = self._averages(pool, self._terms(some), progress)
-                newest.write([targets[output] for output in some], averages)
+            for group in [outputs] if newest.together else [[output] for output in outputs]:
+                averages = self._averages(pool, self._terms(group), progress)
+                newest.write([targets[output] for output in group], averages)
             self._check_unchanged()
 
     def in_memory(self, progress: Progress | None = None) -> Any:
-        """Return what the only output would hold, and write nothing."""
+        """Return the average for the only output in memory, and write nothing."""
         with ExitStack() as stack:
             averages = self._averages(self._pool(stack), self._terms([*self.weights]), progress)
             state = self.newest.averaged(averages)
@@ -105,7 +105,7 @@ class Merge:
             checkpoint.check_unchanged()
 
     def _terms(self, outputs: Sequence[Path]) -> list[Term]:
-        """Return the checkpoints with a weight in one of these outputs, oldest first."""
+        """Return the checkpoints that have a weight in one of these outputs, oldest first."""
         rows = np.transpose([self.weights[output] for output in outputs]).tolist()
         return [(c, row) for c, row in zip(self._checkpoints, rows, strict=True) if any(row)]
 
@@ -115,17 +115,17 @@ class Merge:
         terms: Sequence[Term],
         progress: Progress | None,
     ) -> Averages:
-        """Compute the averages for the outputs that `terms` have weights for."""
+        """Yield the averages of each piece, one per weight in `terms`."""
         tensors = self.newest.tensors
         largest = max((stop - start for _, start, stop in _pieces(tensors)), default=0)
         memory = _Memory(largest, len(terms[0][1]))
         submitted = (pool.submit(self._means, terms, *p, memory) for p in _pieces(tensors))
         futures = deque(islice(submitted, 1 + self.newest.threads))
-        done, total = 0, sum(t.numbers * t.part.itemsize for t in tensors.values())
+        done, total = 0, sum(t.numbers * t.number_dtype.itemsize for t in tensors.values())
         for key, start, stop in _pieces(tensors):
             means = futures.popleft().result()
             futures.extend(islice(submitted, 1))
-            done += (stop - start) * tensors[key].part.itemsize
+            done += (stop - start) * tensors[key].number_dtype.itemsize
             if progress is not None:
                 progress(done * len(terms), total * len(terms))
             yield means
@@ -133,28 +133,28 @@ class Merge:
     def _means(
         self, terms: Sequence[Term], key: Hashable, start: int, stop: int, memory: _Memory
     ) -> list[Piece]:
-        """Return the average of a piece for every output."""
+        """Return the averages of a piece, one per output."""
         tensor = self.newest.tensors[key]
-        piece = memory.piece[: (stop - start) * tensor.part.itemsize]
-        with np.errstate(all="ignore"):  # two infinities may have NaN as their mean
+        piece = memory.piece[: (stop - start) * tensor.number_dtype.itemsize]
+        with np.errstate(all="ignore"):  # the mean of infinities may be NaN
             for checkpoint, row in reversed(terms):
                 checkpoint.read(key, start, stop, piece)
-                numbers = widened(piece.view(tensor.part))
+                numbers = widened(piece.view(tensor.number_dtype))
                 for mean, weight in zip(memory.means, row, strict=True):
                     if weight:
-                        mean.add(piece.view(tensor.part), numbers, weight)
-            return [mean.rounded(tensor.to) for mean in memory.means]
+                        mean.add(piece.view(tensor.number_dtype), numbers, weight)
+            return [mean.rounded(tensor.mean_dtype) for mean in memory.means]
 
 
 class _Memory(threading.local):
-    """What a thread uses for every piece: new memory would take as long as the sums."""
+    """The buffers of a thread, reused since allocating them would take as long as the sums."""
 
     def __init__(self, size: int, outputs: int) -> None:
         self.piece = np.empty(8 * size, np.uint8)
         self.means = [Mean(size) for _ in range(outputs)]
 
 
-def _opened(path: Path) -> Checkpoint:
+def _open(path: Path) -> Checkpoint:
     if (path / ".metadata").is_file():
         from tailavg.checkpoints.distributed import Distributed  # needs torch
 
@@ -163,7 +163,7 @@ def _opened(path: Path) -> Checkpoint:
 
 
 def _pieces(tensors: Mapping[Hashable, Tensor]) -> Iterator[tuple[Hashable, int, int]]:
-    """Cut tensors into pieces: the key of a tensor, and where a piece of it starts and stops."""
+    """Cut tensors into pieces: yield the tensor's key, and the start and stop of each piece."""
     for key, tensor in tensors.items():
         for cut in pairwise(tensor.cuts or (*range(0, tensor.numbers, PIECE), tensor.numbers)):
             yield key, *cut
@@ -207,30 +207,30 @@ def average_checkpoints(
 ) -> dict[str, Any] | list[list[Path]]:
     """Average checkpoints in one pass: return the average, or write one output for each rule.
 
-    Without outputs, nothing is written, and the average is in memory as a whole. With outputs, none
-    of them appears before all are complete.
+    If `rule` is a dict of outputs, no output appears before all are complete. Otherwise nothing is
+    written, and the whole average is held in memory.
 
     Args:
         paths: The checkpoints, oldest first: files, or folders.
-        rule: How to average: 0.25 is the mean of the last quarter of the checkpoints, 10 of the
-            last ten. It may be another rule, or a list with a weight for each checkpoint. To write
-            outputs, pass a dict of paths, each with its rule.
-        progress: Called with the number of bytes that have been read, and of all bytes.
+        rule: How to average: 0.25 is the mean of the last quarter of the checkpoints, 10 is the
+            mean of the last ten. It may also be a rule, or a list with one weight per checkpoint.
+            To write outputs, pass a dict from output paths to such rules.
+        progress: Called with the number of bytes read so far, and the total number of bytes.
         dtype: The dtype of the averages; by default the dtype of the checkpoints.
         include: Patterns of the tensors to average, such as `model.*`; all by default.
-        exclude: Patterns of the tensors to leave as they are in the newest.
-        steps: The step of each checkpoint, if windows are in steps.
+        exclude: Patterns of the tensors to copy from the newest checkpoint instead.
+        steps: The step of each checkpoint, to measure windows in steps.
 
     Returns:
-        Without outputs, a dict of tensors by name. They are NumPy arrays for `.safetensors` (with
-            the dtypes of `ml_dtypes`, such as bfloat16) and tensors of torch for
-            `torch.distributed.checkpoint`. For a file of `torch.save`, it is what `torch.load`
-            gives for the newest, with averaged tensors. With outputs, it is the list of the
-            checkpoints that have a weight, for each output.
+        Without outputs, a dict of tensors by name: NumPy arrays for `.safetensors` (with the dtypes
+            of `ml_dtypes`, such as bfloat16), torch tensors for `torch.distributed.checkpoint`. For
+            a file of `torch.save`, it is the result of `torch.load` for the newest file, with
+            averaged tensors. With outputs, it is a list for each output: the paths of the
+            checkpoints that have a weight.
 
     Raises:
-        CheckpointError: If a file cannot be read, changes meanwhile, or differs in tensors, shapes
-            or dtypes.
+        CheckpointError: If a file cannot be read, changes meanwhile, or differs from the newest in
+            tensors, shapes or dtypes.
         OSError: If a file cannot be opened or written.
     """
     in_memory = not isinstance(rule, Mapping)

@@ -1,7 +1,7 @@
-"""`.safetensors` files, which the format's own library opens and validates.
+"""`.safetensors` files, which the `safetensors` package opens and validates.
 
-Numbers are read and written a piece at a time, so that memory does not grow with the file. The
-library can do neither: its slices are whole rows in a memory map, and it writes whole files.
+Numbers are read and written piece by piece, so that memory does not grow with the file. The package
+can do neither: it reads whole rows through a memory map, and writes whole files.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import BinaryIO
 import numpy as np
 
 from tailavg.checkpoints.checkpoint import (
-    PARTS,
+    REAL_DTYPES,
     Averages,
     Checkpoint,
     Piece,
@@ -47,25 +47,26 @@ class Safetensors(Checkpoint):
         self.stamps = {path: stamp_of(path)}
         problem = f"{path}: not a complete .safetensors file; save or copy it again"
         with reading(problem), safe_open(path, "np") as file:
-            self._metadata = dict(sorted((file.metadata() or {}).items()))  # it has no order
+            # sorted, since the package returns the metadata in random order
+            self._metadata = dict(sorted((file.metadata() or {}).items()))
             slices = {name: file.get_slice(name) for name in file.offset_keys()}
-            kinds = {name: (x.get_dtype(), tuple(x.get_shape())) for name, x in slices.items()}
+            types = {name: (x.get_dtype(), tuple(x.get_shape())) for name, x in slices.items()}
         self.tensors = {}
         self._sizes: dict[Hashable, int] = {}
-        for name, (code, shape) in kinds.items():
+        for name, (code, shape) in types.items():
             dtype, elements = DTYPES.get(code, code), math.prod(shape)
-            tensor = self.tensors[name] = self.described(name, dtype, shape, elements)
-            self._sizes[name] = tensor.numbers * tensor.part.itemsize
-            if dtype not in PARTS:
+            tensor = self.tensors[name] = self.describe(name, dtype, shape, elements)
+            self._sizes[name] = tensor.numbers * tensor.number_dtype.itemsize
+            if dtype not in REAL_DTYPES:
                 self._sizes[name] = elements * np.dtype(dtype).itemsize
-        # tensors fill all of a valid file behind its header
+        # in a valid file, the tensors fill all bytes after the header
         first = path.stat().st_size - sum(self._sizes.values())
         ends = accumulate(self._sizes.values(), initial=first)
         self._positions = dict(zip(self._sizes, ends, strict=False))
 
     def read(self, key: Hashable, start: int, stop: int, out: Piece) -> None:
         tensor = self.tensors[key]
-        read_at(self.path, self._positions[key] + start * tensor.part.itemsize, out)
+        read_at(self.path, self._positions[key] + start * tensor.number_dtype.itemsize, out)
 
     def arrange(self) -> None:
         by_width = sorted(self.tensors.items(), key=lambda item: WIDE_FIRST.index(_dtype(item[1])))
@@ -74,7 +75,7 @@ class Safetensors(Checkpoint):
     def write(self, outputs: Sequence[BinaryIO], averages: Averages) -> None:
         entries = []
         for key, tensor in self.tensors.items():
-            size = tensor.numbers * tensor.to.itemsize or self._sizes[key]
+            size = tensor.numbers * tensor.mean_dtype.itemsize or self._sizes[key]
             entries.append(Entry(tensor.name, NAMES[_dtype(tensor)], tensor.shape, size))
         for output in outputs:
             output.write(header(entries, metadata=self._metadata))
@@ -90,20 +91,21 @@ class Safetensors(Checkpoint):
     def averaged(self, averages: Averages) -> dict[str, Piece]:
         state: dict[str, Piece] = {}
         for key, tensor in self.tensors.items():
-            memory = np.empty(tensor.numbers * tensor.to.itemsize or self._sizes[key], np.uint8)
+            size = tensor.numbers * tensor.mean_dtype.itemsize or self._sizes[key]
+            memory = np.empty(size, np.uint8)
             if not tensor.numbers:
                 read_at(self.path, self._positions[key], memory)
             start = 0
             for (mean,) in tensor.means(averages):
                 memory[start : start + mean.nbytes] = mean.view(np.uint8)
                 start += mean.nbytes
-            is_real = PARTS.get(tensor.dtype) == tensor.dtype
-            dtype = tensor.to if is_real else np.dtype(tensor.dtype)
+            is_real = REAL_DTYPES.get(tensor.dtype) == tensor.dtype
+            dtype = tensor.mean_dtype if is_real else np.dtype(tensor.dtype)
             state[tensor.name] = memory.view(dtype).reshape(tensor.shape)
         return state
 
     def _copy(self, key: Hashable, outputs: Sequence[BinaryIO]) -> None:
-        """Write a tensor as it is."""
+        """Copy a tensor unchanged."""
         position, end = self._positions[key], self._positions[key] + self._sizes[key]
         for start in range(position, end, BUFFER):
             piece = np.empty(min(BUFFER, end - start), np.uint8)
@@ -114,11 +116,11 @@ class Safetensors(Checkpoint):
 
 def _dtype(tensor: Tensor) -> str:
     """Return the dtype in which a tensor is written."""
-    return tensor.dtype if tensor.to == tensor.part else tensor.to.name
+    return tensor.dtype if tensor.mean_dtype == tensor.number_dtype else tensor.mean_dtype.name
 
 
 def _write(output: BinaryIO, data: Piece) -> None:
-    """Write bytes, and let the system start to send them to the disk every 64 MB."""
+    """Write bytes, and start writing back the page cache every 64 MiB."""
     before = output.tell()
     output.write(data.data)
     if output.tell() // 2**26 > before // 2**26 and hasattr(os, "posix_fadvise"):

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 import torch
 
 from tailavg.checkpoints.checkpoint import (
-    PARTS,
+    REAL_DTYPES,
     Averages,
     Checkpoint,
     CheckpointError,
@@ -28,21 +28,21 @@ from tailavg.io.state import FORMAT
 __all__ = ["TorchFile"]
 
 Leaves = dict[Any, Any]
-"""Tensors of torch, by the path to them."""
+"""The tensors in a file, by their path in its dicts and lists."""
 
 
 class TorchFile(Checkpoint):
-    """A file of `torch.save`. The key of a tensor is the path to it, a tuple.
+    """A file of `torch.save`. The key of a tensor is its path in the dicts and lists, a tuple.
 
-    What is averaged is the memory that a tensor covers, so strides must be the same in all files.
-    Tensors that overlap are averaged once, under the key of the first.
+    Tensors are averaged in the order of their memory, so all files must have the same strides.
+    Overlapping tensors are averaged once, under the key of the first.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.stamps = {path: stamp_of(path)}
         self.tensors = {}
-        self._tied: dict[Hashable, list[Hashable]] = {}  # tensors that overlap, by the first
+        self._tied: dict[Hashable, list[Hashable]] = {}  # overlapping tensors, by the first
         self._mapped = self._load(mmap=True)[1]
         if not self._mapped:
             raise CheckpointError(f"{path}: no tensors found in its dicts and lists")
@@ -52,15 +52,15 @@ class TorchFile(Checkpoint):
     def _load(self, **options: Any) -> tuple[Any, Leaves]:
         """Return the contents of the file, and its tensors."""
         with reading(
-            f"{self.path}: not a complete file of tensors and plain data, as torch.save writes it "
-            "since torch 1.6"
+            f"{self.path}: not a complete file of tensors and plain data saved by torch.save "
+            "(torch 1.6 or later)"
         ):
             _check_records(self.path)
             tree = torch.load(self.path, **{"map_location": "cpu", "weights_only": True, **options})
             return tree, dict(self._leaves(tree))
 
     def _offsets(self) -> dict[Hashable, int]:
-        """Return where in the file the numbers are, if this version of torch can tell."""
+        """Return the positions of tensors in the file, if this version of torch provides them."""
         offsets: dict[Hashable, int] = {}
         for key, leaf in self._load(map_location="meta")[1].items():
             start = getattr(leaf.untyped_storage(), "_checkpoint_offset", None)
@@ -71,7 +71,7 @@ class TorchFile(Checkpoint):
     def _leaves(
         self, tree: Any, path: tuple[Any, ...] = ()
     ) -> Iterator[tuple[tuple[Any, ...], Any]]:
-        """Return the tensors in dicts, lists and tuples, each with the path to it."""
+        """Yield the tensors in dicts, lists and tuples, each with its path."""
         if isinstance(tree, torch.Tensor):
             yield path, tree
         elif isinstance(tree, Mapping | list | tuple):
@@ -82,14 +82,15 @@ class TorchFile(Checkpoint):
                         raise CheckpointError(
                             f"{self.path}: {repr(_joined(path)) if path else 'this'} is the state "
                             "of a tailavg average, which cannot be averaged again. The newest file "
-                            "has the average already: load_state_dict() it and save "
+                            "already holds the average: load it with load_state_dict() and save "
                             "averaged_state_dict(), or the module of an AveragedModel. To average "
-                            "the weights of each step, save those alone to new files first"
+                            "the weights of each step instead, first save only the weights to new "
+                            "files"
                         )
                     yield leaf
 
     def _describe(self, leaves: Leaves) -> None:
-        """Describe each tensor, and find those that overlap."""
+        """Describe each tensor, and find tensors that overlap."""
         for key, leaf in leaves.items():
             name, dtype = _joined(key), str(leaf.dtype).removeprefix("torch.")
             if not _is_dense(leaf, dtype):
@@ -103,12 +104,13 @@ class TorchFile(Checkpoint):
             owner = keys[0]
             tensors, first = [self.tensors[key] for key in keys], leaves[owner]
             dtypes = {tensor.dtype for tensor in tensors}
-            if PARTS.keys().isdisjoint(dtypes):
+            if REAL_DTYPES.keys().isdisjoint(dtypes):
                 continue
             if len(dtypes) > 1:
                 raise CheckpointError(
                     f"{self.path}: tensors {', '.join(repr(tensor.name) for tensor in tensors)} "
-                    f"share memory, but have different dtypes: {', '.join(sorted(dtypes))}"
+                    "share memory but have different dtypes, which cannot be averaged: "
+                    f"{', '.join(sorted(dtypes))}"
                 )
             self._tied[owner] = keys
             for key, tensor in zip(keys, tensors, strict=True):
@@ -125,19 +127,19 @@ class TorchFile(Checkpoint):
     def arrange(self) -> None:
         for owner, keys in self._tied.items():
             first = self.tensors[owner]
-            for other in (self.tensors[key] for key in keys):
-                if first.left != other.left:
+            for tensor in (self.tensors[key] for key in keys):
+                if first.left != tensor.left:
                     raise CheckpointError(
-                        f"{self.path}: tensors {first.name!r} and {other.name!r} share memory: "
-                        "average both or neither"
+                        f"{self.path}: tensors {first.name!r} and {tensor.name!r} share memory: "
+                        "include or exclude both"
                     )
 
     def read(self, key: Hashable, start: int, stop: int, out: Piece) -> None:
         tensor = self.tensors[key]
         if key in self._positions:
-            read_at(self.path, self._positions[key] + start * tensor.part.itemsize, out)
+            read_at(self.path, self._positions[key] + start * tensor.number_dtype.itemsize, out)
         else:
-            out.view(tensor.part)[:] = _numbers(self._mapped[key], tensor)[start:stop]
+            out.view(tensor.number_dtype)[:] = _numbers(self._mapped[key], tensor)[start:stop]
 
     def averaged(self, averages: Averages) -> Any:
         (tree,) = self._averaged(1, averages)
@@ -163,36 +165,36 @@ class TorchFile(Checkpoint):
             try:
                 torch.save(tree, output)
             except RuntimeError as error:
-                if isinstance(error.__context__, OSError):  # of a write that failed
+                if isinstance(error.__context__, OSError):  # torch hides the error of the write
                     raise error.__context__ from None
                 raise
             sync(output)
 
     def _target(self, key: Hashable, leaves: Leaves) -> Piece:
-        """Return the numbers of a tensor in memory, which is new if their dtype changes."""
+        """Return the numbers of a tensor in memory; allocate new memory if their dtype changes."""
         tensor, first = self.tensors[key], leaves[key]
-        if tensor.to == tensor.part:
+        if tensor.mean_dtype == tensor.number_dtype:
             return _numbers(first, tensor)
-        new = torch.empty(tensor.numbers, dtype=getattr(torch, tensor.to.name))
+        new = torch.empty(tensor.numbers, dtype=getattr(torch, tensor.mean_dtype.name))
         start = first.storage_offset()
-        tied = [leaves[other] for other in self._tied[key]]  # maybe one, several times
+        tied = [leaves[tied_key] for tied_key in self._tied[key]]  # may repeat the same tensor
         views = [(leaf.stride(), leaf.storage_offset() - start) for leaf in tied]
         for leaf, (strides, offset) in zip(tied, views, strict=True):
             leaf.data = new.as_strided(leaf.shape, strides, offset)
-        return _numbers(new, replace(tensor, part=tensor.to))
+        return _numbers(new, replace(tensor, number_dtype=tensor.mean_dtype))
 
 
 def _numbers(leaf: Any, tensor: Tensor) -> Piece:
-    """Return the numbers that start where a tensor of torch does, in its memory."""
+    """Return the numbers in the memory of a torch tensor, from its first element on."""
     start = leaf.storage_offset() * leaf.element_size()
-    size = tensor.numbers * tensor.part.itemsize
+    size = tensor.numbers * tensor.number_dtype.itemsize
     memory = torch.empty(0, dtype=torch.uint8)
     numbers: Piece = memory.set_(leaf.untyped_storage(), start, (size,), (1,)).numpy()
-    return numbers.view(tensor.part)
+    return numbers.view(tensor.number_dtype)
 
 
 def _is_dense(leaf: Any, dtype: str) -> bool:
-    """Whether a tensor is a view of numbers in main memory, of a dtype that is averaged or left."""
+    """Return whether a tensor is dense, on the CPU, and of a dtype that is averaged or copied."""
     return (
         type(leaf) in (torch.Tensor, torch.nn.Parameter)
         and not leaf.is_nested
@@ -200,22 +202,22 @@ def _is_dense(leaf: Any, dtype: str) -> bool:
         and leaf.device.type == "cpu"
         and not leaf.is_quantized
         and not leaf.is_neg()
-        and (dtype in PARTS or not (leaf.is_floating_point() or leaf.is_complex()))
+        and (dtype in REAL_DTYPES or not (leaf.is_floating_point() or leaf.is_complex()))
     )
 
 
 def _check_records(path: Path) -> None:
-    """Raise unless numbers stand in the file as they are in memory: torch maps them blindly."""
+    """Raise if numbers are compressed or in another byte order: torch maps them unchecked."""
     with zipfile.ZipFile(path) as file:
         if any(record.compress_type for record in file.infolist()):
-            raise ValueError("compressed records")
+            raise ValueError("the records are compressed")
         for name in file.namelist():
             if name.endswith("/byteorder") and file.read(name).decode() != sys.byteorder:
-                raise ValueError(f"numbers that are not in {sys.byteorder}-endian order")
+                raise ValueError(f"the byte order is not {sys.byteorder}-endian")
 
 
 def _joined(path: Sequence[Any]) -> str:
-    """Return a path as messages show it: model/layer.weight."""
+    """Return a path as text for messages, such as model/layer.weight."""
     return "/".join(
         key if isinstance(key, str) and "/" not in key and not key.isdigit() else repr(key)
         for key in path
@@ -223,7 +225,7 @@ def _joined(path: Sequence[Any]) -> str:
 
 
 def _overlapping(leaves: Leaves) -> Iterator[tuple[list[Hashable], int]]:
-    """Return the keys of tensors that overlap, first ones first, and the bytes they cover."""
+    """Yield the keys of each group of overlapping tensors, and the bytes that the group covers."""
     spans = []
     for key, leaf in leaves.items():
         if leaf.numel():
@@ -231,7 +233,7 @@ def _overlapping(leaves: Leaves) -> Iterator[tuple[list[Hashable], int]]:
             reach = 1 + sum((size - 1) * stride for size, stride in steps)
             start = leaf.data_ptr()
             spans.append((start, _joined(key), start + reach * leaf.element_size(), key))
-    spans.sort(key=lambda span: span[:2])  # and by name, since the order in files may differ
+    spans.sort(key=lambda span: span[:2])  # ties by name, since the order in files may differ
     keys: list[Hashable] = []
     begin = end = 0
     for start, _, stop, key in spans:

@@ -1,4 +1,4 @@
-"""The order of checkpoints, their steps and their weights."""
+"""The order, the steps and the weights of checkpoints, for `merge.py` and the command line."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import numpy as np
 
 from tailavg.checkpoints.checkpoint import CheckpointError, reading
 from tailavg.core.clock import starts_at
-from tailavg.core.readings import Decay
 from tailavg.core.profile import dense_weights
+from tailavg.core.readings import Decay
 from tailavg.core.rules import ExactWindow, WindowRule
 from tailavg.core.windows import AnyWindow, Fixed, Growing, Reals
 
 __all__ = ["Weighing", "natural", "read_weights", "steps_of", "weights"]
 
 Weighing = AnyWindow | WindowRule | Decay | Sequence[float] | Reals
-"""A window, of which to take the exact mean; a rule; or a weight for each checkpoint."""
+"""A window, which stands for its exact mean; a rule; or a weight for each checkpoint."""
 
 
 def natural(path: Path) -> tuple[list[int], str]:
-    """Return a key that sorts names by the numbers in them: step-9 before step-10.
+    """Return a key that sorts paths by the numbers in them: step-9 before step-10.
 
     Examples:
         >>> sorted([Path("step-10.pt"), Path("step-9.pt")], key=natural)[0].name
@@ -37,7 +37,7 @@ def natural(path: Path) -> tuple[list[int], str]:
 def weights(rule: Weighing, files: int, steps: Sequence[int] | None = None) -> Reals:
     """Return the weight of each checkpoint, oldest first.
 
-    With `steps`, the window is in steps, and a checkpoint stands for the steps since the last one.
+    With `steps`, the window is in steps, and a checkpoint counts for the steps since the last one.
 
     Examples:
         >>> weights(0.5, 4)
@@ -73,7 +73,7 @@ def weights(rule: Weighing, files: int, steps: Sequence[int] | None = None) -> R
 def steps_of(paths: Sequence[Path]) -> list[int]:
     """Return the step of each checkpoint, oldest first: the last number in its name.
 
-    If several have the same name, it is the last number in the names of their folders.
+    If checkpoints have the same name, the step is the last number in the names of their folders.
 
     Examples:
         >>> steps_of([Path("run-7/checkpoint-500"), Path("run-7/checkpoint-1500")])
@@ -88,12 +88,13 @@ def steps_of(paths: Sequence[Path]) -> list[int]:
     for path, name in zip(paths, names, strict=True):
         numbers = re.findall(r"\d+", name)
         if not numbers:
-            raise CheckpointError(f"{path}: no step in its name, as in checkpoint-500")
+            raise CheckpointError(f"{path}: no step in its name; rename it, as in checkpoint-500")
         steps.append(int(numbers[-1]))
     for (older, a), (newer, b) in pairwise(zip(paths, steps, strict=True)):
         if a >= b:
             raise CheckpointError(
-                f"{newer}: its step {b} does not come after step {a} of {older}; leave one out"
+                f"{newer}: its step {b} does not come after step {a} of {older}; leave out one of "
+                "them"
             )
     if steps[-1] < 1:
         raise CheckpointError(f"{paths[-1]}: the last step is {steps[-1]}, but must be at least 1")
@@ -101,7 +102,7 @@ def steps_of(paths: Sequence[Path]) -> list[int]:
 
 
 def read_weights(path: Path, files: int) -> Reals:
-    """Read the weights in a JSON file: a list of one number per checkpoint, oldest first."""
+    """Read the weights in a JSON file: a list with one number per checkpoint, oldest first."""
     with reading(f"{path}: expected a list of numbers in JSON"):
         numbers = json.loads(path.read_text())
     if not isinstance(numbers, list) or len(numbers) != files:
@@ -114,6 +115,7 @@ def read_weights(path: Path, files: int) -> Reals:
     total = math.fsum(numbers)
     if abs(total - 1.0) > 1e-6:
         raise CheckpointError(
-            f"{path}: expected weights that sum to 1, got a sum of {total:.9g}; divide each by it"
+            f"{path}: expected weights that sum to 1, got a sum of {total:.9g}; divide each by the "
+            "sum"
         )
     return np.array(numbers, np.float64)

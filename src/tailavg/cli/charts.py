@@ -1,4 +1,7 @@
-"""A chart of curves, by whatever means it is drawn: its lines, names, colours, limits and ticks."""
+"""Charts of curves, independent of how they are drawn: lines, names, colours, limits and ticks.
+
+`plot.py` builds a `Chart`; `pictures.py`, `page.py` and `terminal.py` draw it.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ class Panel:
 
 @dataclass
 class Chart:
-    """What is drawn, by whatever means."""
+    """A chart: a title, the x axis, and a panel for each column."""
 
     title: str
     x_name: str
@@ -37,18 +40,18 @@ class Chart:
     panels: list[Panel] = field(default_factory=list)
 
     def check(self) -> None:
-        """Fail if there is nothing to draw."""
+        """Fail if there is no number to draw."""
         for line in (line for panel in self.panels for line in panel.lines):
             xs, ys = line.points()
             positive = ((ys > 0) | (not self.log_y)) & ((xs > 0) | (not self.log_x))
             if np.any(np.isfinite(ys) & positive):
                 return
-        above = " above 0, for a logarithmic axis" if self.log_x or self.log_y else ""
-        fail(f"expected at least one number{above} to draw, got none")
+        positive_only = " above 0, for a logarithmic axis" if self.log_x or self.log_y else ""
+        fail(f"expected at least one number{positive_only} to draw, got none")
 
 
 def styled(line: Line, run: int, runs: Sequence[str], windows: Sequence[str]) -> Line:
-    """Give a line its style: a colour for each window of a single run, or for each of several.
+    """Return a line with its style: one colour per window for a single run, else one per run.
 
     The legend names the averages, and the samples of a single run.
     """
@@ -63,7 +66,7 @@ def styled(line: Line, run: int, runs: Sequence[str], windows: Sequence[str]) ->
 
 
 def printable(name: str) -> str:
-    """Replace what would confuse a terminal or a file: controls, and halves of characters.
+    """Replace control characters and lone surrogates, which terminals and files cannot show.
 
     Examples:
         >>> printable("loss\\x1b[2J")
@@ -73,24 +76,24 @@ def printable(name: str) -> str:
 
 
 def limits(values: Sequence[Any], log: bool) -> tuple[float, float]:
-    """Return the least and the greatest value that can be drawn; some range if there is none."""
+    """Return the smallest and the largest value that can be drawn, or a default range if none."""
     least, greatest = np.inf, -np.inf
-    for each in values:
-        usable = each[np.isfinite(each) & ((each > 0) if log else True)]
+    for array in values:
+        usable = array[np.isfinite(array) & ((array > 0) if log else True)]
         usable = usable.clip(1e-300) if log else usable
         if len(usable):
             least, greatest = min(least, usable.min()), max(greatest, usable.max())
     if least > greatest:
         return (1.0, 10.0) if log else (0.0, 1.0)
     size = max(abs(least), abs(greatest))
-    if greatest - least <= 1e-12 * size:  # the same, but for rounding
+    if greatest - least <= 1e-12 * size:  # equal up to rounding
         margin = max(0.5, 1e-3 * size)
         return (least / 2, greatest * 2) if log else (least - margin, greatest + margin)
     return float(least), float(greatest)
 
 
 def ticks(least: float, greatest: float, most: int, log: bool) -> list[float]:
-    """Return at most so many round numbers; on a logarithmic axis decades, and 2s and 5s.
+    """Return at most `most` round numbers; on a logarithmic axis decades, perhaps with 2s and 5s.
 
     Examples:
         >>> ticks(0.03, 1.12, 6, log=False), ticks(3, 20_000, 6, log=True)
@@ -99,19 +102,19 @@ def ticks(least: float, greatest: float, most: int, log: bool) -> list[float]:
     if log:
         powers = range(math.floor(math.log10(least)), math.ceil(math.log10(greatest)) + 1)
         for digits in ((1, 2, 5), (1,)):
-            found = [float(f"{digit}e{power}") for power in powers for digit in digits]
-            found = [tick for tick in found if least <= tick <= greatest]
-            if len(found) <= most:
+            candidates = [float(f"{digit}e{power}") for power in powers for digit in digits]
+            candidates = [tick for tick in candidates if least <= tick <= greatest]
+            if len(candidates) <= most:
                 break
-        if len(found) > 1:
-            return found[:: math.ceil(len(found) / most)]
+        if len(candidates) > 1:
+            return candidates[:: math.ceil(len(candidates) / most)]
     rough = (greatest - least) / max(1, most)
     if not 1e-15 * max(abs(least), abs(greatest)) < rough < math.inf:
         return [least, greatest]
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(nice * power for nice in (1, 2, 5, 10) if nice * power >= rough * (1 - 1e-9))
-    wholes = range(math.ceil(least / step - 1e-9), math.floor(greatest / step + 1e-9) + 1)
-    return [float(f"{whole * step:.15g}") for whole in wholes]
+    multiples = range(math.ceil(least / step - 1e-9), math.floor(greatest / step + 1e-9) + 1)
+    return [float(f"{multiple * step:.15g}") for multiple in multiples]
 
 
 def number(value: float, digits: int = 4) -> str:
@@ -127,7 +130,7 @@ def number(value: float, digits: int = 4) -> str:
 
 
 def with_error(value: float, error: float, sign: str = "±") -> str:
-    """Format a value with as many digits as its error leaves.
+    """Format a value with as many digits as its error warrants.
 
     Examples:
         >>> with_error(1700000000.53, 0.12), with_error(0.25, float("nan"))
@@ -141,15 +144,15 @@ def with_error(value: float, error: float, sign: str = "±") -> str:
     return f"{number(value, min(digits, 15))} {sign} {error:.2g}"
 
 
-def labels(found: Sequence[float]) -> list[str]:
+def labels(values: Sequence[float]) -> list[str]:
     """Format ticks with as many digits as they need.
 
     Examples:
         >>> labels([10000.5, 10001.0, 10001.5])
         ['10000.5', '10,001', '10001.5']
     """
-    near = 1e-3 * min((b - a for a, b in pairwise(found)), default=0.0)
+    near = 1e-3 * min((b - a for a, b in pairwise(values)), default=0.0)
     digits = 4
-    while digits < 16 and any(abs(float(f"{each:.{digits}g}") - each) > near for each in found):
+    while digits < 16 and any(abs(float(f"{tick:.{digits}g}") - tick) > near for tick in values):
         digits += 1
-    return [number(tick, digits) for tick in found]
+    return [number(tick, digits) for tick in values]

@@ -52,25 +52,26 @@ def checkpoints(
         Method | None,
         typer.Option(
             metavar="METHOD",
-            help="How to weigh the checkpoints: exact (the default, the mean of the window), "
+            help="How to weight the checkpoints: exact (the default, the mean of the window), "
             "anytime or exponential.",
         ),
     ] = None,
     accumulators: Annotated[
-        int | None, typer.Option(help="With --method anytime: how many accumulators to imitate.")
+        int | None,
+        typer.Option(help="With --method anytime: the number of accumulators to imitate."),
     ] = None,
     decay: Annotated[
         Shape | None,
         typer.Option(
-            help="Weigh the window as this learning-rate decay would; linear is the plain mean."
+            help="Weight the window as this learning-rate decay would; linear is the plain mean."
         ),
     ] = None,
     by_step: Annotated[
         bool,
         typer.Option(
             "--by-step",
-            help="Count windows in steps, the last numbers in the names: 0.25 is the last quarter "
-            "of the steps, however the checkpoints are spaced.",
+            help="Measure windows in steps, the last numbers in the names: 0.25 is the last "
+            "quarter of the steps, even if checkpoints are unevenly spaced.",
         ),
     ] = False,
     weights: Annotated[
@@ -86,21 +87,21 @@ def checkpoints(
         typer.Option(
             metavar="DTYPE",
             help="The dtype of the averages: float64, float32, float16 or bfloat16; by default "
-            "that of the checkpoints.",
+            "the dtype of the checkpoints.",
         ),
     ] = None,
     include: Annotated[
         list[str] | None,
         typer.Option(
-            help="Average only tensors with such names, as in 'model.*'; may be repeated."
+            help="Average only tensors whose names match, as in 'model.*'; may be repeated."
         ),
     ] = None,
     exclude: Annotated[
         list[str] | None,
-        typer.Option(help="Leave tensors with such names as in the newest; may be repeated."),
+        typer.Option(help="Copy matching tensors from the newest instead; may be repeated."),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would be averaged, and write nothing.")
+        bool, typer.Option("--dry-run", help="Show what would be averaged, and write nothing.")
     ] = False,
 ) -> None:
     """Average the last checkpoints of a run: files, or folders.
@@ -118,7 +119,7 @@ def checkpoints(
     if weights is None:
         parsed = _windows_of_outputs(output, window, windows)
         rule = partial(_rule, method, accumulators, decay, by_step)
-        outputs = {path: rule(each) for path, each in parsed.items()}
+        outputs = {path: rule(parsed_window) for path, parsed_window in parsed.items()}
     else:
         replaced: dict[str, Any] = {"window": window, "windows": windows, "method": method}
         replaced |= {"accumulators": accumulators, "decay": decay, "by-step": by_step or None}
@@ -207,9 +208,9 @@ def _rule(
     """Return the rule that the options describe."""
     for option, given in ("--decay", decay is not None), ("--by-step", by_step):
         if given and method not in (None, Method.exact):
-            raise typer.BadParameter(f"{option} does not go with --method {method}")
+            raise typer.BadParameter(f"{option} works only with --method exact, not {method}")
     rule = parse_rule(window, method or Method.exact, accumulators)
-    if decay is None or decay == "linear":  # the plain window is a linear decay
+    if decay is None or decay == "linear":  # a linear decay is the plain mean of the window
         return rule
     return Decay(window, decay)
 
@@ -221,7 +222,7 @@ def _check_paths(paths: list[Path], output: Path) -> None:
     folders = [path for path in paths if path.is_dir()]
     if len(folders) < len(paths):
         if folders:
-            raise typer.BadParameter(f"give files or folders, not both: {folders[0]} is a folder")
+            raise typer.BadParameter(f"pass files or folders, not both: {folders[0]} is a folder")
         kinds = SAFETENSORS if output.suffix in SAFETENSORS else TORCH
         for path in output, *paths:
             if path.suffix not in kinds:
@@ -236,11 +237,11 @@ def _check_paths(paths: list[Path], output: Path) -> None:
     resolved = [path.resolve() for path in paths]
     for path, real in zip(paths, resolved, strict=True):
         if resolved.count(real) > 1:
-            raise typer.BadParameter(f"{path} is given twice")
+            raise typer.BadParameter(f"{path} is given twice; leave one out")
     real = output.resolve()
     if not {real, *real.parents}.isdisjoint(resolved):
         raise typer.BadParameter(
-            f"{output} is one of the checkpoints, or inside one; choose another name",
+            f"{output} is one of the checkpoints, or inside one; choose another path",
             param_hint="--output",
         )
 
@@ -255,9 +256,9 @@ def _in_order(paths: list[Path], sort: Sort) -> list[Path]:
         return sorted(paths, key=lambda path: (path.stat().st_mtime_ns, natural(path)))
     patterns = {re.sub(r"\d+", "N", str(path)): path for path in paths}
     if len(patterns) > 1:
-        one, other, *_ = patterns.values()
+        first, second, *_ = patterns.values()
         raise typer.BadParameter(
-            f"which is older, {one} or {other}? Their names differ in more than numbers: choose "
+            f"cannot order {first} and {second}: their names differ in more than numbers; choose "
             "--sort name or --sort mtime, or leave one out",
             param_hint="--sort",
         )

@@ -8,11 +8,11 @@ from typing import NoReturn
 import typer
 
 FAILED = 1
-"""The exit code for bad data or an unusable file; for a wrong command line it is 2."""
+"""The exit code for bad data or an unusable file. Typer's for a wrong command line is 2."""
 
 
 def say(message: str) -> None:
-    """Write a message to stderr, if that is possible."""
+    """Write a message to stderr. Ignore a closed or full stderr."""
     with suppress(OSError):
         typer.echo(f"tailavg: {message}", err=True)
 

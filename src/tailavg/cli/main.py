@@ -1,4 +1,7 @@
-"""The command line. One file per command; each imports what it needs when it runs."""
+"""The Typer app and its exit codes; `tailavg.__main__` calls `run`.
+
+Each command has a file of its own, and imports slow packages only when it runs.
+"""
 
 from __future__ import annotations
 
@@ -57,20 +60,20 @@ app.command()(reproduce)
 
 
 def run() -> int:
-    """Run the command that the command line names, and return its exit code."""
+    """Run the command in `sys.argv`, and return the exit code."""
     code = _outcome(_command)
     code = _outcome(_flush) or code
     signals.end()
     return code
 
 
-def _outcome(do: Callable[[], None]) -> int:
-    """Return the exit code, after a line about what went wrong."""
+def _outcome(call: Callable[[], None]) -> int:
+    """Call a function, print an error as one line, and return the exit code."""
     try:
-        do()
+        call()
     except SystemExit as done:
         return done.code if isinstance(done.code, int) else FAILED
-    except BrokenPipeError:  # the reader has gone, as in `| head`
+    except BrokenPipeError:  # the reader has exited, as in `| head`
         return 0
     except OSError as error:
         say(f"{error.filename or 'standard output'}: {error.strerror or error}")
@@ -91,9 +94,9 @@ def _outcome(do: Callable[[], None]) -> int:
 
 def _command() -> None:
     signals.act(signals.Act.stop)
-    os.fstat(1)  # if it is closed, the next open file would take its number
+    os.fstat(1)  # raises if stdout is closed: the next file to be opened would become stdout
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # it may lack a character
+        sys.stdout.reconfigure(errors="replace")  # its encoding may lack characters
     app()
 
 
@@ -108,5 +111,5 @@ def _flush() -> None:
 
 
 def _discard(number: int) -> None:
-    """Discard what is left in a buffer, or Python would try to write it again at exit."""
+    """Discard buffered output, which Python would otherwise try to write again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), number)

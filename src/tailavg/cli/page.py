@@ -1,4 +1,4 @@
-"""A chart as one HTML file that can be zoomed, with nothing to fetch."""
+"""Draw a chart as a zoomable, self-contained HTML page. `plot.py` calls `page`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tailavg.numpy.arithmetic import Array
 
 
 def page(chart: Chart) -> str:
-    """Return the text of the page."""
+    """Return the HTML of the page."""
     template = (files("tailavg.cli") / "page.html").read_text(encoding="utf-8")
     data = {
         "x": chart.x_name,

@@ -1,4 +1,4 @@
-"""Draw curves with matplotlib, and write figures to files."""
+"""Draw charts with matplotlib, and write figures to files, for `plot.py` and `profile.py`."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
 DASHES = ["-", "--", ":", "-."]
 
 
-def check(path: Path, option: str, *others: str) -> None:
-    """Fail now if a picture of this name could not be drawn or written after a long run.
+def check(path: Path, option: str, *other_kinds: str) -> None:
+    """Fail early if a picture with this name could not be drawn or written after a long run.
 
-    `others` are the kinds of files that matplotlib does not draw.
+    `other_kinds` are file name extensions that are allowed although matplotlib does not draw them.
     """
     kind = path.suffix.removeprefix(".").lower()
-    if kind not in others:
+    if kind not in other_kinds:
         try:
             from matplotlib.figure import Figure
         except ImportError:
             fail(f"{option} needs matplotlib; install it with: pip install 'tailavg[plot]'")
         kinds = Figure().canvas.get_supported_filetypes()
         if kind not in kinds:
+            endings = ", ".join(sorted([*kinds, *other_kinds]))
             raise typer.BadParameter(
-                f"expected a file name that ends in one of {', '.join(sorted([*kinds, *others]))}, "
-                f"got {path.name!r}",
+                f"expected a file name that ends in one of {endings}, got {path.name!r}",
                 param_hint=option,
             )
     try:
@@ -48,23 +48,23 @@ def check(path: Path, option: str, *others: str) -> None:
 
 
 def draw(chart: Chart, path: Path) -> None:
-    """Draw curves to a file."""
+    """Draw a chart to a file."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    # samples are everywhere, so the legend gets a background
+    # the legend has a background, since samples may cover the whole panel
     style = LOOK | {"legend.frameon": True, "legend.edgecolor": "none", "legend.framealpha": 0.85}
     with rc_context(style), catch_warnings(record=True) as warned:
         simplefilter("always")
         figure = Figure(figsize=(9, 0.8 + 3.6 * len(chart.panels)), layout="constrained")
-        every = figure.subplots(len(chart.panels), sharex=True, squeeze=False)[:, 0]
-        for axes, panel in zip(every, chart.panels, strict=True):
+        column = figure.subplots(len(chart.panels), sharex=True, squeeze=False)[:, 0]
+        for axes, panel in zip(column, chart.panels, strict=True):
             _draw_panel(chart, panel, axes)
-        every[0].set_title(chart.title, parse_math=False)  # names may have a $
-        every[-1].set_xlabel(chart.x_name, parse_math=False)
+        column[0].set_title(chart.title, parse_math=False)  # names may have a $
+        column[-1].set_xlabel(chart.x_name, parse_math=False)
         save(figure, path)
     if any("missing from font" in str(warning.message) for warning in warned):
-        say(f"{path}: the font lacks some characters of the names; a .html file shows them")
+        say(f"{path}: the font lacks some characters of the names; a .html file can show them")
 
 
 def _draw_panel(chart: Chart, panel: Panel, axes: Axes) -> None:
@@ -95,7 +95,7 @@ def _draw_panel(chart: Chart, panel: Panel, axes: Axes) -> None:
 
 
 def _draw_line(axes: Axes, line: Line, mark: str, size: float, **style: Any) -> None:
-    """Draw a line, and a mark where a point has no neighbours to be connected with."""
+    """Draw a line, and a mark for each point without neighbours, which a line would not show."""
     xs, ys = line.points()
     gap = np.concatenate([[True], ~np.isfinite(ys), [True]])
     alone = np.isfinite(ys) & gap[:-2] & gap[2:]
@@ -106,7 +106,7 @@ def _draw_line(axes: Axes, line: Line, mark: str, size: float, **style: Any) -> 
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure atomically, as the kind of file that its name says."""
+    """Write a figure atomically, in the format that the file name says."""
     image = BytesIO()
     write_figure(figure, image, path.suffix.removeprefix(".").lower())
     write(image.getvalue(), path)

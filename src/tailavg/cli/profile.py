@@ -1,4 +1,4 @@
-"""`tailavg profile`: compare all methods at one step."""
+"""`tailavg profile`: compare the size, ages and memory of all methods at one step."""
 
 from __future__ import annotations
 
@@ -22,20 +22,19 @@ from tailavg.core.profile import profile as summarise
 from tailavg.core.rules import AnytimeWindow, ExactWindow, Exponential, RawTail, WindowRule
 from tailavg.core.windows import Fixed, Growing, Window
 
-WALKED = 10**6
+MAX_SUMMED = 10**6
 """The most samples over which to sum an exponential one by one; longer ones are scaled."""
 
-COUNTED = 2**62
-"""The largest count: steps are 64-bit integers."""
-
+MAX_COUNT = 2**62
+"""The largest count, since steps are 64-bit integers."""
 
 Dtype = Literal["float32", "float64"]
 Format = Literal["table", "json"]
 
 
 def profile(
-    window: Annotated[str, options.WINDOW],
     count: Annotated[str, typer.Option(help="The number of samples so far, such as 10000 or 1e9.")],
+    window: Annotated[str, options.WINDOW] = options.DEFAULT_WINDOW,
     at_most: Annotated[int | None, options.AT_MOST] = None,
     accumulators: Annotated[
         int,
@@ -43,7 +42,7 @@ def profile(
     ] = 5,
     parameters: Annotated[
         str | None,
-        typer.Option(help="Numbers in a sample, such as 7e9; adds columns for memory."),
+        typer.Option(help="The numbers in a sample, such as 7e9; adds columns for memory."),
     ] = None,
     dtype: Annotated[
         Dtype,
@@ -64,8 +63,8 @@ def profile(
     Example: tailavg profile --window 0.25 --count 1e6 --plot weights.svg
     """
     parsed = parse_window(window, at_most)
-    t = _parse_whole(count, "--count")
-    numbers = None if parameters is None else _parse_whole(parameters, "--parameters")
+    t = _parse_count(count, "--count")
+    numbers = None if parameters is None else _parse_count(parameters, "--parameters")
     rules = _rules(parsed, t, accumulators)
     rows = []
     for name, rule in rules.items():
@@ -82,13 +81,13 @@ def profile(
         _print_table(rules, rows, dtype)
 
 
-def _parse_whole(text: str, option: str) -> int:
+def _parse_count(text: str, option: str) -> int:
     """Parse an integer of at least 1, such as 7000 or 7e9."""
     try:
         value = int(text) if text.strip().isdigit() else float(text)
     except ValueError:
         value = math.nan
-    if not 1 <= value <= COUNTED or value != int(value):
+    if not 1 <= value <= MAX_COUNT or value != int(value):
         raise typer.BadParameter(
             f"expected a whole number from 1 to 2^62, such as 7000000000 or 7e9, got {text!r}",
             param_hint=option,
@@ -96,9 +95,9 @@ def _parse_whole(text: str, option: str) -> int:
     return int(value)
 
 
-def _rules(window: Window, t: int, most: int) -> dict[str, WindowRule]:
+def _rules(window: Window, t: int, accumulators: int) -> dict[str, WindowRule]:
     """Return the rules to compare, by name."""
-    anytime = {f"anytime, {n}": AnytimeWindow(window, n) for n in range(2, most + 1)}
+    anytime = {f"anytime, {n}": AnytimeWindow(window, n) for n in range(2, accumulators + 1)}
     return {
         "raw tail": RawTail(window, t),
         "exponential": Exponential(window),
@@ -109,33 +108,33 @@ def _rules(window: Window, t: int, most: int) -> dict[str, WindowRule]:
 
 
 def _profile(rule: WindowRule, t: int) -> Profile:
-    """Return the profile at step t, in time that hardly depends on t."""
+    """Return the profile at step t, in time that is nearly independent of t."""
     if not isinstance(rule, Exponential):
         return summarise(rule, _starts(rule, t), t)
     small, steps, scale = _scaled(rule, t)
     size = float(rule.size(t))
-    # all samples have a weight but those before the window grew past 1, where the decay is 0
+    # all samples have a weight, except those before the window grew past 1, where the decay is 0
     oldest = t - max(1, bisect_right(range(1, t + 1), 1.0, key=rule.size))
     mean_age = summarise(small, [], steps).mean_age * scale
     return Profile(t, size, min(size, float(t)), mean_age, oldest, rule.accumulators)
 
 
 def _starts(rule: WindowRule, t: int) -> list[int]:
-    """Return the starts of the blocks, if the rule has only a few."""
+    """Return the starts of the blocks; none for an ExactWindow, which has a block per sample."""
     return [] if isinstance(rule, ExactWindow) else starts_at(rule, t)
 
 
 def _scaled(rule: WindowRule, t: int) -> tuple[WindowRule, int, int]:
-    """Return a shorter rule and step with the same profile up to a scale, and that scale.
+    """Return a shorter rule and an earlier step with a scaled profile, and the scale.
 
-    Only an exponential needs this, since its weights are summed one by one. If window and stream
-    are both a hundred times shorter, so are the ages: to within a ten-thousandth, while the window
-    holds 10,000 samples or more.
+    Only exponentials need this, since their weights are summed one by one. If window and stream are
+    both a hundred times shorter, so are the ages, to within a ten-thousandth while the window holds
+    at least 10,000 samples.
     """
     size = float(rule.size(t))
-    if not isinstance(rule, Exponential) or min(t, 40 * size) <= WALKED:
+    if not isinstance(rule, Exponential) or min(t, 40 * size) <= MAX_SUMMED:
         return rule, t, 1
-    scale = max(1, int(min(t / WALKED, size / 10**4)))
+    scale = max(1, int(min(t / MAX_SUMMED, size / 10**4)))
     window: Window
     if isinstance(rule.window, Fixed):
         window = Fixed(round(rule.window.k / scale))
@@ -146,10 +145,10 @@ def _scaled(rule: WindowRule, t: int) -> tuple[WindowRule, int, int]:
 
 
 def _memory(rule: WindowRule, summary: Profile, size: int) -> dict[str, int]:
-    """Return the bytes that an average holds, where each array has `size` bytes.
+    """Return the bytes that an average holds, if each array has `size` bytes.
 
-    Every update touches what is hot, the sum. Merges, turns and reads touch what is cold, the
-    means; it may be kept elsewhere.
+    The sum is hot: every update rewrites it. The means are cold: only merges, turns and reads
+    access them, so they may be kept on disk.
     """
     hot, cold = size, summary.accumulators * size
     if isinstance(rule, ExactWindow):
@@ -175,26 +174,26 @@ def _print_table(rules: Mapping[str, WindowRule], rows: list[dict[str, Any]], dt
         table.add_column(column, justify="right", no_wrap=True)
     scaled = {name for name, rule in rules.items() if _scaled(rule, t)[2] > 1}
     for row in rows:
-        about = "≈" if row["method"] in scaled else ""
+        sign = "≈" if row["method"] in scaled else ""
         table.add_row(
             row["method"],
             f"{row['accumulators']:,}",
             f"{row['effective_size']:,.1f}",
-            f"{about}{row['mean_age']:,.1f}",
+            f"{sign}{row['mean_age']:,.1f}",
             f"{row['oldest_age']:,}",
             *(_in_bytes(row[kind]) for kind in ("hot", "cold") if has_memory),
         )
-    console = Console(highlight=False, width=200)  # never cut a number short
+    console = Console(highlight=False, width=200)  # wide enough to print all numbers in full
     console.print(table)
     console.print("exact holds samples, not accumulators; an age of 0 is the newest sample.")
     if has_memory:
         console.print(
-            f"Memory in {dtype}. Hot: the sum, touched by every update; for exact, the samples.\n"
-            "Cold: the accumulators, touched every few hundred updates and by reads; in PyTorch,\n"
+            f"Memory in {dtype}. Hot: the sum, rewritten by every update; for exact, the samples.\n"
+            "Cold: the accumulators, used every few hundred updates and by reads; in PyTorch,\n"
             "ParameterAverage(..., offload=folder) keeps them on disk. Scratch is not counted."
         )
     if scaled:
-        console.print(f"≈ scaled up from about {WALKED:,} samples: accurate to 4 digits.")
+        console.print(f"≈ scaled up from about {MAX_SUMMED:,} samples: accurate to 4 digits.")
 
 
 def _heading(rules: Mapping[str, WindowRule], t: int) -> str:
@@ -216,7 +215,7 @@ def _in_bytes(size: float) -> str:
 
 
 def _plot(rules: Mapping[str, WindowRule], t: int, path: Path) -> None:
-    """Draw weights by age, in multiples of an even weight over the window."""
+    """Draw weights by age, relative to a uniform weight over the window."""
     from tailavg.cli.pictures import check, save
 
     check(path, "--plot")
@@ -252,9 +251,9 @@ def _curve(rule: WindowRule, t: int, reach: float) -> tuple[Any, Any]:
     age = 0
     for size, run in newest_first(rule, _starts(rule, t), t):
         if isinstance(run, np.ndarray):
-            kept = np.unique(np.linspace(0, size - 1, 1000).astype(int))
-            ages.append(age + kept)
-            weights.append(run[kept])
+            drawn = np.unique(np.linspace(0, size - 1, 1000).astype(int))
+            ages.append(age + drawn)
+            weights.append(run[drawn])
         else:
             ages.append([age, age + size])
             weights.append([run, run])

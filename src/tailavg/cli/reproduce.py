@@ -1,4 +1,4 @@
-"""`tailavg reproduce`: run the experiments of the paper."""
+"""`tailavg reproduce`: run the experiments of the paper, in `tailavg.experiments`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def reproduce(
         Path, typer.Option("--output", "-o", help="The folder to write to.", file_okay=False)
     ] = Path("reproduction"),
     quick: Annotated[
-        bool, typer.Option("--quick", help="Fewer runs, seeds and steps: a look in seconds.")
+        bool, typer.Option("--quick", help="Use fewer runs, seeds and steps; takes seconds.")
     ] = False,
     step: Annotated[
         float | None,
@@ -39,10 +39,10 @@ def reproduce(
     ] = 0,
     runs: Annotated[
         int | None,
-        typer.Option(min=2, help="Runs to average over; by default 100, or 20 with --quick."),
+        typer.Option(min=2, help="The runs to average over; by default 100, or 20 with --quick."),
     ] = None,
-    batches: Annotated[int, typer.Option(min=10, help="Batches in a run.")] = 1000,
-    batch_size: Annotated[int, typer.Option(min=1, help="Samples in a batch.")] = 11,
+    batches: Annotated[int, typer.Option(min=10, help="The batches in a run.")] = 1000,
+    batch_size: Annotated[int, typer.Option(min=1, help="The samples in a batch.")] = 11,
     dimension: Annotated[int, typer.Option(min=1, help="The dimension of the regression.")] = 50,
     noise: Annotated[float, typer.Option(help="ε², the variance of y given x.")] = 0.01,
     at: Annotated[
@@ -50,23 +50,23 @@ def reproduce(
         typer.Option(min=1, help="The step of Figure 4; by default 0.85 of the batches."),
     ] = None,
 ) -> None:
-    """Run the paper's experiments, and check its claims about them.
+    """Run the paper's experiments, and check the paper's claims.
 
     Writes report.html, the figures (SVG and PNG), curves.csv, tails.csv,
     claims.json and claims.md to a folder. The step size, the start w₀ and the
     solution w* are options, since the paper does not give them. By default the
-    step is half of the largest one that is guaranteed to be stable.
+    step is half of the largest step that is guaranteed to be stable.
 
     Example: tailavg reproduce --step 0.2 --output step-0.2
     """
     if find_spec("matplotlib") is None:
-        fail("reproduce draws figures with matplotlib: pip install 'tailavg[cli,plot]'")
+        fail("reproduce needs matplotlib; install it with: pip install 'tailavg[cli,plot]'")
     from tailavg.experiments.regression import DivergedError, Problem
     from tailavg.experiments.run import Plan
 
     at = at or max(1, round(0.85 * batches))
     if at > batches:
-        raise typer.BadParameter(f"expected at most {batches}, the batches of a run, got --at {at}")
+        raise typer.BadParameter(f"--at {at} is after the end of the run; choose at most {batches}")
     try:
         problem = Problem(
             step=step,
@@ -100,19 +100,19 @@ def _point(text: str) -> Any:
 
 
 def _run(plan: Plan, output: Path) -> Result:
-    """Measure, draw and write to a folder inside `output`; move the files out when complete."""
+    """Run and write to a temporary folder in `output`; move the files out when all are complete."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     from tailavg.experiments import report, run
 
-    problem, others = plan.problem, len(plan.other_steps)
+    problem, other_steps = plan.problem, len(plan.other_steps)
     console = Console(stderr=True)
     existed = output.exists()
     output.mkdir(parents=True, exist_ok=True)
     totals = {
         f"{plan.seeds} seeds at step {problem.used_step:.3g}": plan.seeds * problem.batches,
-        f"{others} other step sizes": others * problem.batches,
+        f"{other_steps} other step sizes": other_steps * problem.batches,
         "Figures and report": 6,
     }
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
@@ -129,7 +129,7 @@ def _run(plan: Plan, output: Path) -> Result:
                 file.replace(output / file.name)
     finally:
         if not existed:
-            with suppress(OSError):  # kept if it is not empty
+            with suppress(OSError):  # the folder stays if it is not empty
                 output.rmdir()
     return result
 

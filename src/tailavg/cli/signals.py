@@ -1,4 +1,7 @@
-"""Signals end a command with an exit code that tells which, and never with a traceback."""
+"""End a command on a signal with the exit code 128 + signal, never with a traceback.
+
+`tailavg.__main__` calls `begin` first. Commands choose with `act` what a signal does.
+"""
 
 from __future__ import annotations
 
@@ -13,24 +16,24 @@ SIGNALS = [
 ]
 
 AGAIN = 1.0
-"""Seconds within which another signal is the same one: a closed terminal sends two or three."""
+"""Seconds within which signals count as one: a closed terminal sends two or three."""
 
 
 class Stopped(SystemExit):
-    """A signal has arrived; what is temporary is removed on the way out."""
+    """A signal arrived. Like any exception, this one lets temporary files be removed."""
 
 
 class Act(Enum):
-    """What a signal does."""
+    """The effect of a signal."""
 
     leave = "end the process at once: there is nothing to clean up"
     stop = "raise Stopped"
-    note = "nothing now: who asks for `arrived` will stop"
-    insist = "as note, and raise Stopped if it comes again"
+    note = "record the signal: the command checks `arrived` and stops"
+    insist = "record the signal, and raise Stopped if another one arrives"
 
 
 WAITING = Act.insist if os.name == "posix" else Act.stop
-"""What a signal does to a read or write that waits."""
+"""The effect of a signal while a read or write blocks."""
 
 _act = Act.leave
 _arrived: int | None = None
@@ -39,24 +42,24 @@ _stopped: int | None = None
 
 
 def begin() -> None:
-    """Handle signals, except those that are ignored, as under nohup."""
+    """Handle signals, except ignored ones, such as SIGHUP under nohup."""
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _handle)
     if hasattr(signal, "setitimer"):
         signal.signal(signal.SIGALRM, lambda *_: _raise())
-        sys.unraisablehook = _again
+        sys.unraisablehook = _raise_later
 
 
 def end() -> None:
-    """Ignore signals from now on: while Python ends, none can change the exit code."""
+    """Ignore signals from now on, so that they cannot change the exit code while Python ends."""
     for number in SIGNALS:
         if signal.getsignal(number) is _handle:
             signal.signal(number, signal.SIG_IGN)
 
 
 def act(how: Act) -> None:
-    """Say what a signal does from now on."""
+    """Set the effect of signals from now on."""
     global _act
     _act = how
     if how is Act.stop and _arrived is not None:
@@ -64,12 +67,12 @@ def act(how: Act) -> None:
 
 
 def arrived() -> int | None:
-    """The first signal that has arrived."""
+    """Return the first signal that arrived, or None."""
     return _arrived
 
 
 def stopped() -> int | None:
-    """The exit code if `Stopped` was raised, which a library may have made another exception of."""
+    """Return the exit code if `Stopped` was raised, even if a library replaced the exception."""
     return _stopped
 
 
@@ -92,8 +95,8 @@ def _raise() -> None:
     raise Stopped(_stopped)
 
 
-def _again(unraisable: sys.UnraisableHookArgs) -> None:
-    """In a finaliser nothing can be raised: do it a moment later."""
+def _raise_later(unraisable: sys.UnraisableHookArgs) -> None:
+    """Raise `Stopped` a moment later if it was raised in a finaliser, which Python ignores."""
     if isinstance(unraisable.exc_value, Stopped):
         signal.setitimer(signal.ITIMER_REAL, 0.001)
     else:

@@ -1,4 +1,4 @@
-"""A chart in the terminal: curves of braille dots, eight to a character."""
+"""Draw a chart in the terminal, with braille characters of eight dots. `plot.py` calls `text`."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from tailavg.cli.charts import LISTED, Chart, Panel, labels, limits, ticks, with
 from tailavg.numpy.arithmetic import Array
 
 HEIGHT = 8
-"""The least rows of a chart."""
+"""The minimum number of rows per panel."""
 
-_BITS = np.array([[1, 8], [2, 16], [4, 32], [64, 128]])  # of the dots of a braille character
+_BITS = np.array([[1, 8], [2, 16], [4, 32], [64, 128]])  # of the dots in a braille character
 
 
 def text(chart: Chart, width: int, height: int, unicode: bool = True) -> Text:
-    """Return the chart as text of this width and height, which are those of all panels."""
-    each = max(HEIGHT, height // max(1, len(chart.panels)))
-    parts = [_panel(chart, panel, max(40, width), each, unicode) for panel in chart.panels]
+    """Return the chart as text, with a total width and height in characters for all panels."""
+    rows = max(HEIGHT, height // max(1, len(chart.panels)))
+    panels = [_panel(chart, panel, max(40, width), rows, unicode) for panel in chart.panels]
     title = [Text().append(chart.title, style="bold")] if chart.title else []
-    return Text("\n").join([*title, *parts])
+    return Text("\n").join([*title, *panels])
 
 
 def _panel(chart: Chart, panel: Panel, width: int, height: int, unicode: bool) -> Text:
@@ -42,7 +42,7 @@ def _panel(chart: Chart, panel: Panel, width: int, height: int, unicode: bool) -
         across = _placed(xs, x_limits, chart.log_x) * (2 * columns - 1)
         down = (1 - _placed(ys, y_limits, chart.log_y)) * (4 * rows - 1)
         drawn = _dots(across, down, 2 * columns, 4 * rows)
-        # the averages hide samples behind them
+        # later lines, the averages, hide the samples
         bits, owners = np.where(drawn, drawn, bits), np.where(drawn, i, owners)
     down = (1 - _placed(np.array(y_ticks), y_limits, chart.log_y)) * (4 * rows - 1)
     label_of_row = dict(zip((np.rint(down) // 4).tolist(), y_labels, strict=True))
@@ -64,11 +64,11 @@ def _panel(chart: Chart, panel: Panel, width: int, height: int, unicode: bool) -
         out.append("\n")
     out.append(" " * margin + corner + bar * columns + "\n", style="dim")
     x_ticks = ticks(*x_limits, max(2, columns // 14), chart.log_x)
-    return out.append(_below(chart, x_ticks, x_limits, margin + 1, columns), style="dim")
+    return out.append(_x_labels(chart, x_ticks, x_limits, margin + 1, columns), style="dim")
 
 
 def _legend(panel: Panel, width: int, unicode: bool) -> Text:
-    """Return the names of lines, and the last values and standard errors of averages."""
+    """Return the legend: the names of lines, and the latest values and errors of averages."""
     listed = [line for line in panel.lines if line.listed]
     out, used = Text(), len(panel.name) + 2
     for line in listed[:LISTED]:
@@ -85,32 +85,33 @@ def _legend(panel: Panel, width: int, unicode: bool) -> Text:
     return out
 
 
-def _below(
-    chart: Chart, found: list[float], between: tuple[float, float], left: int, columns: int
+def _x_labels(
+    chart: Chart, x_ticks: list[float], x_limits: tuple[float, float], left: int, columns: int
 ) -> str:
-    """Return the line of ticks below a chart, with the name of the axis at its end."""
+    """Return the line of tick labels below a chart, with the name of the axis at the end."""
     cells = [" "] * (left + columns)
     name = f" {chart.x_name}"
     end = len(cells) - len(name)
     cells[end:] = name
     free = 0
-    for tick, shown in zip(found, labels(found), strict=True):
-        place = left + round(float(_placed(np.array(tick), between, chart.log_x)) * (columns - 1))
-        start = max(0, place - len(shown) // 2)
-        if free <= start and start + len(shown) < end:
-            cells[start : start + len(shown)] = shown
-            free = start + len(shown) + 1
+    for tick, label in zip(x_ticks, labels(x_ticks), strict=True):
+        share = float(_placed(np.array(tick), x_limits, chart.log_x))
+        place = left + round(share * (columns - 1))
+        start = max(0, place - len(label) // 2)
+        if free <= start and start + len(label) < end:
+            cells[start : start + len(label)] = label
+            free = start + len(label) + 1
     return "".join(cells)
 
 
-def _placed(values: Array, between: tuple[float, float], log: bool) -> Array:
-    """Return where values are between the limits: from 0 to 1, NaN if nowhere."""
+def _placed(values: Array, span: tuple[float, float], log: bool) -> Array:
+    """Return the positions of values between the limits, from 0 to 1; NaN if not drawable."""
     if log:
         with np.errstate(all="ignore"):
             values = np.log(np.where(values > 0, values, np.nan))
-        between = math.log(between[0]), math.log(between[1])
-    placed: Array = (values - between[0]) / (between[1] - between[0])
-    return placed.clip(0.0, 1.0).round(9)  # numbers that differ by rounding get the same dot
+        span = math.log(span[0]), math.log(span[1])
+    placed: Array = (values - span[0]) / (span[1] - span[0])
+    return placed.clip(0.0, 1.0).round(9)  # numbers that are equal up to rounding share a dot
 
 
 def _dots(across: Array, down: Array, width: int, height: int) -> Array:
@@ -119,7 +120,7 @@ def _dots(across: Array, down: Array, width: int, height: int) -> Array:
     known = np.isfinite(across) & np.isfinite(down)
     points = np.rint(np.stack([across, down], axis=1)[known]).astype(np.int64)
     drawn[points[:, 1], points[:, 0]] = True
-    linked = np.diff(np.flatnonzero(known)) == 1  # no gap between them
+    linked = np.diff(np.flatnonzero(known)) == 1  # points without a gap in between
     starts, steps = points[:-1][linked], np.diff(points, axis=0)[linked]
     if len(starts):
         sizes = np.abs(steps).max(axis=1) + 1  # in dots

@@ -23,8 +23,8 @@ from typing import Self
 
 import numpy as np
 
-from tailavg.core.readings import ByAge, Reading
 from tailavg.core.equation import split
+from tailavg.core.readings import ByAge, Reading
 from tailavg.core.rules import (
     AnyTail,
     AnytimeWindow,

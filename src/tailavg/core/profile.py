@@ -8,8 +8,8 @@ from itertools import dropwhile, pairwise
 
 import numpy as np
 
-from tailavg.core.readings import ByAge, Reading
 from tailavg.core.equation import read
+from tailavg.core.readings import ByAge, Reading
 from tailavg.core.rules import ExactWindow, Exponential, Rule, size_of, window_of
 from tailavg.core.windows import Reals
 

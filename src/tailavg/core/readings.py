@@ -54,7 +54,7 @@ class ByAge(ABC):
         return weights
 
     def read(self, sizes: Sequence[int], t: int) -> list[float]:
-        """Return the weights of the means of consecutive blocks of `sizes` samples, oldest first."""
+        """Return the weights of the means of blocks of `sizes` samples, oldest first."""
         ages = np.array([*accumulate(reversed(sizes), initial=0)], float)[::-1]
         weights: list[float] = self.of_ages(ages, min(t, self.size(t))).tolist()
         return weights

@@ -23,8 +23,8 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 import numpy as np
 
-from tailavg.core.readings import ByAge, Decay, Reading
 from tailavg.core.equation import square_root, weights
+from tailavg.core.readings import ByAge, Decay, Reading
 from tailavg.core.windows import (
     NEVER,
     TIE,
@@ -48,6 +48,7 @@ __all__ = [
     "Exponential",
     "RawTail",
     "Rule",
+    "TrainingRule",
     "WindowRule",
     "as_rule",
     "as_training_rule",
@@ -331,6 +332,7 @@ class RawTail(OfWindow):
 BlockRule = AnytimeWindow | RawTail
 WindowRule = BlockRule | Exponential | ExactWindow
 Rule = WindowRule | AnyTail
+TrainingRule = BlockRule | Exponential | AnyTail
 
 
 def as_rule(rule: AnyWindow | Rule) -> Rule:
@@ -343,11 +345,18 @@ def as_rule(rule: AnyWindow | Rule) -> Rule:
     return rule if isinstance(rule, Rule) else AnytimeWindow(as_window(rule, "rule"))
 
 
-def as_training_rule(rule: AnyWindow | Rule, stacklevel: int = 4) -> Rule:
-    """Return a rule for averaging weights. Warn about a number that looks like an EMA's decay.
+def as_training_rule(rule: AnyWindow | Rule, stacklevel: int = 4) -> TrainingRule:
+    """Return a rule for averaging the weights of a model, which excludes an `ExactWindow`.
 
-    `stacklevel` leads from here to the line of the user.
+    Warn about a number that looks like an EMA's decay. `stacklevel` leads from here to the line of
+    the user.
     """
+    given = as_rule(rule)
+    if isinstance(given, ExactWindow):
+        raise TypeError(
+            f"rule: {given} holds every sample, which takes too much memory for a model; use "
+            "AnytimeWindow, which has the same variance"
+        )
     if isinstance(rule, float) and 0.9 <= rule < 1:
         warnings.warn(
             f"{rule:g} is the last {100 * rule:g} % of the steps, not a decay; the EMA with decay "
@@ -355,7 +364,7 @@ def as_training_rule(rule: AnyWindow | Rule, stacklevel: int = 4) -> Rule:
             "it",
             stacklevel=stacklevel,
         )
-    return as_rule(rule)
+    return given
 
 
 def refuses_decay(call: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

@@ -1,11 +1,11 @@
-"""The paper's claims, in its own words, each decided by measured errors.
+"""The paper's claims, quoted, each with a rule that decides it from measured errors.
 
-A curve is the mean error over runs, as the paper draws it. The gap of a curve to another at t is
-the ratio of the two, its logarithm averaged over a tenth of a decade around t: on a plot of three
-decades the eye sees nothing narrower. Gaps count from `FIRST` of the run on. Two curves are the
-same if their gap never exceeds `MARGIN` in either direction, about the width of a line on a plot of
-four decades; a curve is worse if its gap exceeds it somewhere. Each seed decides, and a claim holds
-if nearly all do.
+A curve is the mean error over runs, as the paper draws it. The gap between two curves at t is their
+ratio, with its logarithm averaged over a tenth of a decade around t: on a plot of three decades,
+nothing narrower is visible. Gaps before `FIRST` of the run are ignored. Two curves are the same if
+their gap never exceeds `MARGIN` in either direction, which is about the width of a line on a plot
+of four decades. A curve is worse if its gap exceeds `MARGIN` somewhere. A claim holds if nearly all
+seeds agree.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tailavg.experiments.regression import Curve, Means, Problem, Reals
 
 MARGIN = 1.1
 FIRST = 0.02
-"""Claims ignore steps before this fraction of the run: they average only a few samples."""
+"""Claims ignore steps before this fraction of the run, where averages have only a few samples."""
 WIDTH = 0.05
 """Half of a tenth of a decade."""
 AGREE = 0.9
@@ -31,7 +31,7 @@ AGREE = 0.9
 
 
 class Verdict(StrEnum):
-    """What the numbers say about a claim."""
+    """The verdict on a claim."""
 
     holds = "holds"
     fails = "does not hold"
@@ -40,9 +40,9 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one run says about a claim: the deciding number, in words too, and its slack.
+    """The outcome of one run for a claim: the deciding number, a sentence about it, and its slack.
 
-    The slack is how far the number is inside the margin, in logarithms; below 0 the claim fails.
+    The slack is how far the number is inside the margin, in logarithms. Below 0, the claim fails.
     """
 
     value: float
@@ -60,9 +60,9 @@ Judge = Callable[[Problem, Means], Outcome]
 
 @dataclass(frozen=True)
 class Claim:
-    """Sentences of the paper that say one thing, what is compared, and what decides on curves.
+    """A claim of the paper: its quotes, what is compared, and the function that judges curves.
 
-    `quotes` maps a place in the paper to its words there. `seeds` says whether the outcome depends
+    `quotes` maps a place in the paper to the words there. `seeds` says whether the outcome depends
     on the seed.
     """
 
@@ -80,19 +80,19 @@ class Claim:
 
 @dataclass(frozen=True)
 class Finding:
-    """A claim with an outcome for each seed, the chosen one first."""
+    """A claim with an outcome for each seed, the chosen seed first."""
 
     claim: Claim
     outcomes: Sequence[Outcome]
 
     @property
     def agreeing(self) -> int:
-        """How many seeds say that the claim holds."""
+        """The number of seeds for which the claim holds."""
         return sum(outcome.holds for outcome in self.outcomes)
 
     @property
     def verdict(self) -> Verdict:
-        """What at least `AGREE` of the seeds say."""
+        """The verdict of at least `AGREE` of the seeds, or that it depends on the seed."""
         enough = AGREE * len(self.outcomes)
         if self.agreeing >= enough:
             return Verdict.holds
@@ -101,7 +101,7 @@ class Finding:
 
     @property
     def span(self) -> tuple[float, float]:
-        """The least and the largest deciding number over seeds."""
+        """The smallest and the largest deciding number over the seeds."""
         values = [outcome.value for outcome in self.outcomes]
         return min(values), max(values)
 
@@ -119,7 +119,7 @@ def first_step(total: int) -> int:
 def gap(over: Reals, under: Reals) -> Reals:
     """Return the ratio of two curves at every t, its log averaged over a tenth of a decade.
 
-    Each t weighs 1/t, so that the average is even on a logarithmic axis.
+    Each t has weight 1/t, so that the average is uniform on a logarithmic axis.
     """
     t = np.arange(1, len(over) + 1)
     low = np.ceil(t * 10**-WIDTH).astype(int) - 1
@@ -135,33 +135,33 @@ def _gaps(means: Means, over: Curve, under: Curve) -> Reals:
 
 
 def extent(means: Means, window: str, *names: str) -> tuple[float, float]:
-    """Return the smallest and the largest gap of any of the curves to the exact one."""
+    """Return the smallest and the largest gap of several curves to the exact one."""
     gaps = [_gaps(means, Curve(window, name), exact(window)) for name in names]
     return float(np.min(gaps)), float(np.max(gaps))
 
 
 def _far(means: Means, over: Curve, under: Curve, both: bool = False) -> tuple[float, int]:
-    """Return the largest gap, or the one furthest from 1, and its t."""
+    """Return the largest gap (or, with `both`, the gap furthest from 1) and its t."""
     gaps = _gaps(means, over, under)
     at = int(np.argmax(np.abs(np.log(gaps)) if both else gaps))
     return float(gaps[at]), first_step(len(means[over])) + at
 
 
-def _told(over: Curve, under: Curve, value: float, t: int) -> str:
-    than = f"{100 * abs(value - 1):.0f} % {'above' if value > 1 else 'below'}"
-    much = f"{value:.1f} times" if value > 2 else than
-    return f"{over.method} {much} {under.method} at t = {t}"
+def _sentence(over: Curve, under: Curve, value: float, t: int) -> str:
+    percent = f"{100 * abs(value - 1):.0f} % {'above' if value > 1 else 'below'}"
+    ratio = f"{value:.1f} times" if value > 2 else percent
+    return f"{over.method} {ratio} {under.method} at t = {t}"
 
 
 def _same(window: str, *names: str, apart: bool = False) -> Judge:
-    """None of the curves is ever further from the exact one than the margin; or, one is."""
+    """Judge that all curves stay within the margin of the exact one, or with `apart` that not."""
 
     def judge(_: Problem, means: Means) -> Outcome:
         outcomes = []
         for curve in (Curve(window, name) for name in names):
             value, t = _far(means, curve, exact(window), both=True)
             slack = math.log(MARGIN) - abs(math.log(value))
-            text = _told(curve, exact(window), value, t)
+            text = _sentence(curve, exact(window), value, t)
             outcomes.append(Outcome(value, text, -slack if apart else slack))
         return min(outcomes, key=lambda outcome: outcome.slack)
 
@@ -169,19 +169,19 @@ def _same(window: str, *names: str, apart: bool = False) -> Judge:
 
 
 def _worse(window: str, name: str, under: str | None = None) -> Judge:
-    """Somewhere the curve is above the other by more than the margin."""
+    """Judge that the curve exceeds the other one by more than the margin somewhere."""
 
     def judge(_: Problem, means: Means) -> Outcome:
         curve = Curve(window, name)
         against = exact(window) if under is None else Curve(window, under)
         value, t = _far(means, curve, against)
-        return Outcome(value, _told(curve, against, value, t), math.log(value / MARGIN))
+        return Outcome(value, _sentence(curve, against, value, t), math.log(value / MARGIN))
 
     return judge
 
 
 def _degrades_faster(_: Problem, means: Means) -> Outcome:
-    """From k = 10 to k = 100, the largest gap to truek grows more for expk than for awak."""
+    """Judge that the largest gap to truek grows more for expk than for awak, from k = 10 to 100."""
     growth = {}
     for name in ("expk", "awak"):
         small, large = (
@@ -194,16 +194,16 @@ def _degrades_faster(_: Problem, means: Means) -> Outcome:
 
 
 def _early(_: Problem, means: Means) -> Outcome:
-    """At k = 100, expk is worse than truek for a while, and no longer at the end."""
+    """Judge that expk is worse than truek at k = 100 for some time, but not at the end."""
     over, under = Curve("k = 100", "expk"), exact("k = 100")
     value, t = _far(means, over, under)
     end = float(gap(means[over], means[under])[-1])
-    text = f"{_told(over, under, value, t)}, {end:.2f} times at the end"
+    text = f"{_sentence(over, under, value, t)}, {end:.2f} times at the end"
     return Outcome(value, text, min(math.log(value / MARGIN), math.log(MARGIN / end)))
 
 
 def _many_before_the_noise_ball(problem: Problem, _: Means) -> Outcome:
-    """The expected error nears its limit within the run, but after more than 10 % of it."""
+    """Judge that the expected error nears its limit during the run, but only after 10 % of it."""
     ball, total = noise_ball(problem, MARGIN), problem.batches
     if ball is None:
         return Outcome(1.0, f"it is not reached in {total} batches", -math.inf)
@@ -213,7 +213,7 @@ def _many_before_the_noise_ball(problem: Problem, _: Means) -> Outcome:
 
 
 def _same_rate(_: Problem, means: Means) -> Outcome:
-    """Over the second half, the slopes of log error on log t differ by too little to part them."""
+    """Judge that the slopes of log error over log t in the second half hardly separate curves."""
     total = len(next(iter(means.values())))
     t = np.arange(total // 2, total + 1)
     slopes = [
@@ -340,7 +340,7 @@ MANY_ERRORS = 5.0
 
 
 def _settles(problem: Problem, _: Means) -> Outcome:
-    """From a tenth of the run on, n / t goes to c whatever n was."""
+    """Judge that n / t converges to c, for any n at a tenth of the run."""
     total, shares = problem.batches, []
     for c in (0.25, 0.5):
         since = max(math.ceil(1 / c), total // 10)
@@ -351,7 +351,7 @@ def _settles(problem: Problem, _: Means) -> Outcome:
 
 
 def _variance_kept(problem: Problem, variances: Means) -> Outcome:
-    """The variance is between 1/(k_t + 1) and 1/k_t at every t, but for sampling errors."""
+    """Judge that the variance is between 1/(k_t + 1) and 1/k_t, up to sampling errors."""
     rules = promised(problem.batches)
     averages, worst = [], 0.0
     for curve, variance in variances.items():
@@ -391,9 +391,9 @@ STREAM_CLAIMS = (
 
 
 def find(claims: Iterable[Claim], problem: Problem, by_seed: Sequence[Means]) -> list[Finding]:
-    """Judge claims on the curves of every seed, the problem's own first."""
+    """Judge claims on the curves of every seed, the seed of the problem first."""
     return [
-        Finding(claim, [claim.judge(problem, curves) for curves in by_seed[:most]])
+        Finding(claim, [claim.judge(problem, curves) for curves in by_seed[:seeds]])
         for claim in claims
-        for most in [None if claim.seeds else 1]
+        for seeds in [None if claim.seeds else 1]
     ]

@@ -1,4 +1,8 @@
-"""The figures: two from the paper and three of ours, as panels for files and the report."""
+"""The figures of the report: two from the paper and three of ours.
+
+`make` describes them, `save` draws them, and `inline` embeds them in the page. `report.py` and
+`docs/figures.py` call these.
+"""
 
 from __future__ import annotations
 
@@ -58,14 +62,14 @@ TAIL_COLOURS = {0.05: VERMILION, 0.1: ORANGE, 0.25: GREEN, 0.5: BLUE, 1.0: PINK}
 """The tails drawn in colour; the others are grey."""
 
 Grid = np.ndarray[Any, np.dtype[np.object_]]
-"""The axes of a figure, in rows and columns."""
+"""The axes of a figure, by row and column."""
 
 RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 @dataclass(frozen=True)
 class Figure:
-    """Rows of panels of these heights, in inches, with a caption; `draw` fills the axes."""
+    """A grid of panels with a caption: `heights` of the rows in inches; `draw` fills the axes."""
 
     name: str
     title: str
@@ -76,11 +80,12 @@ class Figure:
 
 
 def make(result: Result) -> list[Figure]:
-    """Return the figures: the paper's two, then ours."""
+    """Return the figures: the two of the paper, then ours."""
     caption = (
-        "Above, the excess error of {methods}, mean over runs with a band of one standard error; "
-        "below, its gap to {true}: the ratio of the means, averaged over a tenth of a decade. "
-        f"Thin: the same for {len(result.by_seed) - 1} more seeds. Dotted: the margin of 10 %."
+        "Above: the excess error of {methods}, as the mean over runs with a band of one standard "
+        "error. Below: the gap to {true}, which is the ratio of the means, averaged over a tenth "
+        f"of a decade. Thin lines are {len(result.by_seed) - 1} more seeds; dotted lines are the "
+        "margin of 10 %."
     )
     total = result.plan.problem.batches
     return [
@@ -95,7 +100,7 @@ def make(result: Result) -> list[Figure]:
             "figure2",
             "Figure 2: a growing window",
             caption.format(methods="raw, exp, awa, awa3 and true", true="true")
-            + " Until its tail begins, raw is the latest iterate, and its gap is off the panel.",
+            + " Before its tail begins, raw is the latest iterate, and its gap is off the panel.",
             result,
             ("c = 0.25", "c = 0.5"),
         ),
@@ -110,13 +115,13 @@ def mean(errors: Reals) -> tuple[Reals, Reals]:
     return errors.mean(axis=1), errors.std(axis=1, ddof=1) / np.sqrt(errors.shape[1])
 
 
-def _some(first: int, last: int, most: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return at most `most` steps, evenly spread on a log scale."""
+def _log_spaced(first: int, last: int, most: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Return at most `most` steps, evenly spaced on a log scale."""
     return np.unique(np.geomspace(first, last, most).round().astype(np.int64))
 
 
 def _decades(axis: Axis) -> None:
-    """Format a log axis with powers of ten, in plain text: mathematical text is slow to draw."""
+    """Label a log axis with powers of ten in plain text, since math text is slow to draw."""
     axis.set_major_locator(LogLocator())
     axis.set_major_formatter(
         FuncFormatter(lambda x, _: "10" + str(round(math.log10(x))).translate(RAISED))
@@ -125,7 +130,7 @@ def _decades(axis: Axis) -> None:
 
 
 def _steps_axis(axes: Axes) -> None:
-    """Format a log axis over few decades with plain numbers."""
+    """Label a log axis of a few decades with plain numbers."""
     axes.set(xscale="log", xlabel="batches t")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(ScalarFormatter())
@@ -133,7 +138,7 @@ def _steps_axis(axes: Axes) -> None:
 
 
 def _names(window: str) -> list[str]:
-    """Return the paper's methods for a window; the exact one first, at the bottom."""
+    """Return the paper's methods for a window, the exact one first so that it is drawn below."""
     names = [curve.method for curve in methods(1) if curve.window == window]
     return sorted(names, key=lambda name: not name.startswith("true"))
 
@@ -154,7 +159,7 @@ def _comparison(
 
 
 def _draw_errors(axes: Axes, errors: Errors, window: str) -> None:
-    t = _some(1, len(errors[exact(window)]), 220)
+    t = _log_spaced(1, len(errors[exact(window)]), 220)
     for method in _names(window):
         middle, half = mean(errors[Curve(window, method)][t - 1])
         axes.plot(t, middle, label=method, **_style(method))
@@ -172,12 +177,12 @@ def _draw_gaps(axes: Axes, by_seed: list[Means], window: str) -> None:
         axes.axhline(level, color=INK, linestyle=":", linewidth=0.8)
     axes.axhline(1.0, **STYLES["true"])
     total = len(by_seed[0][exact(window)])
-    t = _some(first_step(total), total, 120)
+    t = _log_spaced(first_step(total), total, 120)
     low, high = 1 / MARGIN, MARGIN
     for method in _names(window)[1:]:
         gaps = [_gap(means, window, method)[t - 1] for means in by_seed]
-        for other in gaps[1:]:
-            axes.plot(t, other, color=_style(method)["color"], linewidth=0.5, alpha=0.35)
+        for other_seed in gaps[1:]:
+            axes.plot(t, other_seed, color=_style(method)["color"], linewidth=0.5, alpha=0.35)
         axes.plot(t, gaps[0], label=method, **_style(method))
         if method != "raw":
             low, high = min(low, *map(np.min, gaps)), max(high, *map(np.max, gaps))
@@ -191,7 +196,7 @@ def _gap(means: Means, window: str, method: str) -> Reals:
 
 
 def samples_touched(rule: WindowRule, steps: Iterable[int]) -> Reals:
-    """Return how many samples back the average reaches, at each of `steps`."""
+    """Return how many samples back the average reaches at each step."""
     average, touched = TailAverage(rule), []
     for t in steps:
         average.update_many(np.zeros(t - average.count))
@@ -203,7 +208,7 @@ def _turns(errors: Errors) -> Figure:
     rules = turns()
     means = {curve: values.mean(axis=1) for curve, values in errors.items()}
     total = len(next(iter(means.values())))
-    t = _some(first_step(total), total, 300)
+    t = _log_spaced(first_step(total), total, 300)
     windows = list(dict.fromkeys(curve.window for curve in rules))
     rows = [(window, what) for window in windows for what in ("gap to true", "samples touched")]
 
@@ -234,9 +239,9 @@ def _turns(errors: Errors) -> Figure:
     return Figure(
         "figure3",
         "Figure 3: the paper's turns and balanced turns, at equal memory",
-        "Not in the paper. With 2 to 6 accumulators: the gap to the exact window, as above; and "
-        "how far back the average reaches, in windows. Grey: the exact window. "
-        "With 2 accumulators both kinds of turns are the same.",
+        "Not in the paper. For 2 to 6 accumulators: the gap to the exact window, as above, and "
+        "how far back the average reaches, in windows. The grey line is the exact window. "
+        "With 2 accumulators, both kinds of turns are the same.",
         (2.8,) * len(rows),
         len(KINDS),
         draw,
@@ -252,8 +257,8 @@ def _weights(total: int, at: int) -> Figure:
 
     return Figure(
         "figure4",
-        "Figure 4: what each sample weighs",
-        f"Not in the paper. The weights of every method at t = {at}, newest sample on the left.",
+        "Figure 4: the weight of each sample",
+        f"Not in the paper. The weights of all methods at t = {at}, newest sample on the left.",
         (3.3,),
         len(windows),
         draw,
@@ -276,14 +281,14 @@ def _draw_weights(axes: Axes, window: str, total: int, at: int) -> None:
         axes.plot(ages, heights, drawstyle=steps, label=method, **_style(method))
     axes.set(xlabel="age of the sample", ylabel="weight, thousandths")
     axes.set_xlim(-0.03 * reach, 1.25 * reach)
-    # a sample with nearly all the weight, as in raw before its tail, would flatten the others
+    # raw before its tail gives one sample nearly all the weight, which would flatten the others
     axes.set_ylim(0, 1000 * 3.0 / rules[exact(window)].size(at))
     axes.legend(loc="upper right")
     axes.set_title(f"{window}: weights at t = {at}", y=TITLE)
 
 
 def _tails(tails: Tails, span: tuple[int, int]) -> Figure:
-    t = _some(*span, 300)
+    t = _log_spaced(*span, 300)
     ratio = (tails.error / tails.least)[:, span[0] - 1 :].max(axis=1)
     safest = int(ratio.argmin())
 
@@ -321,9 +326,9 @@ def _tails(tails: Tails, span: tuple[int, int]) -> Figure:
         "Figure 5: every tail, and the best in hindsight",
         f"Not in the paper. {len(FRACTIONS)} tails from the last {FRACTIONS[0]:.0%} to all, "
         f"read from one set of {EVERY_TAIL.accumulators} accumulators in one pass, mean over runs. "
-        "Thin lines: fractions in between. The best is chosen by the true error, so it is known "
-        "only in hindsight. Here the "
-        f"best goes from c = {FRACTIONS[tails.best[span[0] - 1]]} at t = {span[0]} to "
+        "Thin lines are the fractions in between. The best tail is chosen by the true error, so it "
+        "is known only in hindsight. Here it goes "
+        f"from c = {FRACTIONS[tails.best[span[0] - 1]]} at t = {span[0]} to "
         f"c = {FRACTIONS[tails.best[-1]]} at the end. The safest fixed choice is "
         f"c = {FRACTIONS[safest]}, never more than {ratio[safest]:.2f} times the best.",
         (3.3,),
@@ -333,11 +338,11 @@ def _tails(tails: Tails, span: tuple[int, int]) -> Figure:
 
 
 WIDTH = 9.6
-"""Of a figure, in inches."""
+"""The width of a figure, in inches."""
 LEFT, RIGHT, BELOW, ABOVE = 0.65, 0.1, 0.5, 0.3
-"""The room around the axes of a panel, in inches."""
+"""The margins around the axes of a panel, in inches."""
 TITLE = 1.0
-"""The height of a panel's title: matplotlib takes long to find one itself."""
+"""The height of a panel's title. Matplotlib is slow to choose a height itself."""
 
 
 def save(figure: Figure, folder: Path) -> list[Path]:
@@ -352,24 +357,24 @@ def save(figure: Figure, folder: Path) -> list[Path]:
 
 
 def _draw(figure: Figure) -> Canvas:
-    """Draw the panels, with fixed room around each: a layout engine is slow."""
-    tall, rows, columns = sum(figure.heights), len(figure.heights), figure.columns
-    room = {
+    """Draw the panels with fixed margins, since a layout engine is slow."""
+    height, rows, columns = sum(figure.heights), len(figure.heights), figure.columns
+    margins = {
         "left": LEFT / WIDTH,
         "right": 1 - RIGHT / WIDTH,
-        "bottom": BELOW / tall,
-        "top": 1 - ABOVE / tall,
+        "bottom": BELOW / height,
+        "top": 1 - ABOVE / height,
         "wspace": (LEFT + RIGHT) / (WIDTH / columns - LEFT - RIGHT),
-        "hspace": (BELOW + ABOVE) / (tall / rows - BELOW - ABOVE),
+        "hspace": (BELOW + ABOVE) / (height / rows - BELOW - ABOVE),
     }
-    canvas = Canvas(figsize=(WIDTH, tall))
+    canvas = Canvas(figsize=(WIDTH, height))
     heights = {"height_ratios": figure.heights}
-    figure.draw(canvas.subplots(rows, columns, squeeze=False, gridspec_kw=heights | room))
+    figure.draw(canvas.subplots(rows, columns, squeeze=False, gridspec_kw=heights | margins))
     return canvas
 
 
 def inline(figure: Figure, svg: str) -> str:
-    """Return a saved figure for a page, in the page's own ink and paper."""
+    """Return the HTML of a saved figure, with the colours of the page."""
     svg = svg[svg.index("<svg") :].replace(INK, "currentColor").replace(PAPER, "none")
     svg = re.sub(r"\s*<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     return f'<div class=wide role="img" aria-label="{escape(figure.title)}">{svg}</div>'

@@ -1,4 +1,4 @@
-"""What the paper says of its averages for any stream: checked without SGD."""
+"""The paper's statements about its averages of any stream, checked on pure noise without SGD."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ BLOCK = 50
 
 
 def settled_share(c: float, n: float, since: int, until: int) -> float:
-    """n / t at t = `until`, if the growing exponential has effective size n at t = `since`.
+    """Return n / t at t = `until` if the growing exponential has effective size n at t = `since`.
 
-    The paper's γ_t makes it 1/n ← γ_t²/n + (1 - γ_t)², and n need not be ct at the start.
+    The paper's γ_t updates n by 1/n ← γ_t²/n + (1 - γ_t)². Here n need not be ct at the start.
     """
     rule = Exponential(c)
     for t in range(since + 1, until + 1):
@@ -28,13 +28,13 @@ def settled_share(c: float, n: float, since: int, until: int) -> float:
 
 
 def promised(total: int) -> dict[Curve, WindowRule]:
-    """The paper's own averages, which are to have the variance 1/k_t at every t."""
-    given = ("raw", "true", "truek")
-    return {curve: rule for curve, rule in methods(total).items() if curve.method not in given}
+    """Return the paper's own averages, which should have the variance 1/k_t at every t."""
+    baselines = ("raw", "true", "truek")
+    return {curve: rule for curve, rule in methods(total).items() if curve.method not in baselines}
 
 
 def sizes(rule: WindowRule, total: int) -> Reals:
-    """k_t at every step, and t while there are fewer samples."""
+    """Return k_t at every step, or t while there are fewer samples."""
     return np.array([min(t, rule.size(t)) for t in range(1, total + 1)])
 
 
@@ -44,10 +44,11 @@ def variances(
     """Return the variance of each average over streams of N(0, 1), at every step."""
     random = np.random.default_rng(seed)
     averages = {curve: TailAverage(rule) for curve, rule in promised(total).items()}
-    found: dict[Curve, list[Reals]] = {curve: [] for curve in averages}
+    blocks: dict[Curve, list[Reals]] = {curve: [] for curve in averages}
     for start in range(0, total, BLOCK):
         samples = random.standard_normal((min(BLOCK, total - start), streams))
         for curve, average in averages.items():
-            found[curve].append(np.square(average.scan(samples)).mean(axis=1))  # the mean is 0
+            # the expectation is 0, so the mean square is the variance
+            blocks[curve].append(np.square(average.scan(samples)).mean(axis=1))
         advance(len(samples))
-    return {curve: np.concatenate(parts) for curve, parts in found.items()}
+    return {curve: np.concatenate(arrays) for curve, arrays in blocks.items()}

@@ -1,4 +1,4 @@
-"""The paper's problem: least squares by SGD with a constant step, and each average's error."""
+"""The paper's problem, least squares by SGD with a constant step, and the error of each average."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ KINDS: tuple[Literal["paper", "balanced"], ...] = ("paper", "balanced")
 
 EVERY_TAIL = AnyTail(16, shortest=0.05)
 FRACTIONS = (0.05, 0.07, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
-"""The tails to read from it."""
+"""The tails to read from `EVERY_TAIL`."""
 
 CHUNK = 250_000
-"""How many numbers the averages take at once: few enough for the cache."""
+"""The numbers that averages take at once, few enough for the cache."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """All that determines the iterates. `step`, `start`, `optimum` and `seed` are not in the paper.
+    """The options of the experiment. `step`, `start`, `optimum` and `seed` are not in the paper.
 
-    `step` is on the gradient 2x(xᵀw - y); None is half of `guaranteed_step`. `start` (w₀) and
+    `step` multiplies the gradient 2x(xᵀw - y); None is half of `guaranteed_step`. `start` (w₀) and
     `optimum` (w*) are a number for all coordinates, or "normal": a draw from N(0, I) for each run.
     """
 
@@ -67,7 +67,7 @@ class Problem:
 
     @property
     def guaranteed_step(self) -> float:
-        """Below it, E‖w - w*‖² falls at every step: b / (tr H + (b + 1) ‖H‖)."""
+        """The bound below which E‖w - w*‖² falls at every step: b / (tr H + (b + 1) ‖H‖)."""
         h, b = self.curvature, self.batch_size
         return float(b / (h.sum() + (b + 1) * h.max()))
 
@@ -87,7 +87,7 @@ class DivergedError(ArithmeticError):
 
 
 class Regression:
-    """Minimise E(xᵀw - y)² for x ~ N(0, H), H = diag(1/i), y ~ N(xᵀw*, ε): all runs together."""
+    """SGD on E(xᵀw - y)² for x ~ N(0, H), H = diag(1/i), y ~ N(xᵀw*, ε), all runs at once."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -110,7 +110,7 @@ class Regression:
     def batches(self) -> Iterator[tuple[Reals, Reals]]:
         """Yield batches: x of shape (runs, batch, d), and y of shape (runs, batch).
 
-        The same seed gives the same batches, whatever the step.
+        The same seed gives the same batches for every step size.
         """
         shape = (self.problem.runs, self.problem.batch_size)
         for _ in range(self.problem.batches):
@@ -123,8 +123,8 @@ class Regression:
     def iterates(self) -> Iterator[Reals]:
         """Yield w₁, w₂, …, the iterate after each batch, in chunks of shape (steps, runs, d)."""
         w, batches = self.start, self.batches()
-        most = max(1, CHUNK // w.size)
-        while chunk := [w := self._step(w, x, y) for x, y in islice(batches, most)]:
+        size = max(1, CHUNK // w.size)
+        while chunk := [w := self._step(w, x, y) for x, y in islice(batches, size)]:
             yield np.stack(chunk)
 
     def _step(self, w: Reals, x: Reals, y: Reals) -> Reals:
@@ -146,7 +146,7 @@ Errors = Mapping[Curve, Reals]
 """The excess error of each curve, of shape (batches, runs)."""
 
 Means = Mapping[Curve, Reals]
-"""Its mean over runs, of shape (batches,)."""
+"""The mean over runs of the excess error of each curve, of shape (batches,)."""
 
 
 def methods(total: int) -> dict[Curve, WindowRule]:
@@ -166,7 +166,7 @@ def methods(total: int) -> dict[Curve, WindowRule]:
 
 
 def turns() -> dict[Curve, WindowRule]:
-    """Return averages with both kinds of turns, at equal memory."""
+    """Return averages with both kinds of turns, for 2 to 6 accumulators."""
     return {
         Curve(f"c = {c}", f"{kind} {accumulators}"): AnytimeWindow(c, accumulators, turns=kind)
         for c in (0.25, 0.5)
@@ -180,7 +180,7 @@ def measure(
     rules: Mapping[Curve, WindowRule],
     advance: Callable[[int], Any] = lambda _: None,
 ) -> dict[Curve, Reals]:
-    """Return the excess error of every average at every step of every run, on the same iterates.
+    """Return the excess error of each average at every step of every run, on the same iterates.
 
     `advance` is called with the number of batches done since its last call.
     """
@@ -201,7 +201,7 @@ def measure(
 
 @dataclass(frozen=True)
 class Tails:
-    """The excess error of every tail of `FRACTIONS`, all from one set of blocks.
+    """The excess error of each tail in `FRACTIONS`, all read from one set of blocks.
 
     Means over runs and their standard errors, of shape (fractions, batches).
     """
@@ -211,25 +211,25 @@ class Tails:
 
     @property
     def best(self) -> npt.NDArray[np.intp]:
-        """The tail with the least error at each step, over all runs: known only in hindsight."""
+        """The index of the tail with the least mean error at each step, known only in hindsight."""
         best: npt.NDArray[np.intp] = self.error.argmin(axis=0)
         return best
 
     @property
     def least(self) -> Reals:
-        """The error of the best tail."""
+        """The error of the best tail at each step."""
         least: Reals = self.error.min(axis=0)
         return least
 
 
 def measure_tails(problem: Problem, advance: Callable[[int], Any] = lambda _: None) -> Tails:
-    """Read every tail at every step from one average, on the same iterates as `measure`."""
+    """Read all tails at every step from one average, on the same iterates as `measure`."""
     regression = Regression(problem)
     average = TailAverage(EVERY_TAIL)
-    parts = []
+    chunks = []
     for iterates in regression.iterates():
         errors = regression.excess(average.scan(iterates, FRACTIONS))
-        parts.append((errors.mean(axis=-1), errors.std(axis=-1, ddof=1)))
+        chunks.append((errors.mean(axis=-1), errors.std(axis=-1, ddof=1)))
         advance(len(iterates))
-    error, deviation = (np.concatenate(part, axis=1) for part in zip(*parts, strict=True))
+    error, deviation = (np.concatenate(rows, axis=1) for rows in zip(*chunks, strict=True))
     return Tails(error, deviation / math.sqrt(problem.runs))

@@ -1,4 +1,7 @@
-"""The output folder: a self-contained page, figures, curves and claims."""
+"""The output folder of `tailavg reproduce`: a self-contained page, figures, curves and claims.
+
+`write` writes the folder; the command prints `summary`. The page is `report.html`, a template.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +42,9 @@ MARKS = {Verdict.holds: "✓", Verdict.fails: "✗", Verdict.depends: "~"}
 
 
 def write(result: Result, folder: Path, advance: Callable[[int], Any] = lambda _: None) -> None:
-    """Write everything to an existing folder; call `advance` after each figure."""
-    drawn = figures.make(result)
-    for figure in drawn:
+    """Write all files to an existing folder. Call `advance` after each figure and the page."""
+    made = figures.make(result)
+    for figure in made:
         figures.save(figure, folder)
         advance(1)
     heads = ["window", "method", "t", "error", "standard_error", "ratio", "gap"]
@@ -51,24 +54,25 @@ def write(result: Result, folder: Path, advance: Callable[[int], Any] = lambda _
     claims = json.dumps(_claims(result), indent=1, ensure_ascii=False)
     (folder / "claims.json").write_text(claims + "\n", encoding="utf-8")
     (folder / "claims.md").write_text(_markdown(result), encoding="utf-8")
-    page = _page(result, [_picture(figure, folder) for figure in drawn])
+    page = _page(result, [_picture(figure, folder) for figure in made])
     (folder / "report.html").write_text(page, encoding="utf-8")
     advance(1)
 
 
 def summary(result: Result) -> list[str]:
-    """Say in three sentences whether the paper holds."""
+    """Return three sentences: which claims hold, and by how much the errors differ."""
     findings, means = result.findings, result.by_seed[0]
-    others = [finding for finding in findings if finding.verdict is not Verdict.holds]
-    told = [
-        f"“{row.claim.words}” {row.verdict} ({agreement(row)}, {_range(row)})" for row in others[:2]
+    exceptions = [finding for finding in findings if finding.verdict is not Verdict.holds]
+    quoted = [
+        f"“{row.claim.words}” {row.verdict} ({agreement(row)}, {_range(row)})"
+        for row in exceptions[:2]
     ]
-    rest = f" and {len(others) - 2} more" if len(others) > 2 else ""
-    but = f", but {'; '.join(told)}{rest}" if others else ""
+    more = f" and {len(exceptions) - 2} more" if len(exceptions) > 2 else ""
+    but = f", but {'; '.join(quoted)}{more}" if exceptions else ""
 
     def most(window: str, *names: str) -> str:
-        parts = [f"{extent(means, window, name)[1]:.2f} ({name})" for name in names]
-        listed = ", ".join(parts[:-1]) + f" and {parts[-1]}"
+        gaps = [f"{extent(means, window, name)[1]:.2f} ({name})" for name in names]
+        listed = ", ".join(gaps[:-1]) + f" and {gaps[-1]}"
         return f"At {window} the error is at worst {listed} times that of {exact(window).method}"
 
     def between(window: str, *names: str) -> str:
@@ -76,14 +80,14 @@ def summary(result: Result) -> list[str]:
         return f"at {window} it stays between {low:.2f} and {high:.2f} times"
 
     return [
-        f"{len(findings) - len(others)} of {len(findings)} claims of the paper hold{but}.",
+        f"{len(findings) - len(exceptions)} of {len(findings)} claims of the paper hold{but}.",
         f"{most('k = 100', 'expk', 'awak')}; {between('k = 10', 'expk', 'awak')}.",
         f"{most('c = 0.5', 'exp', 'awa', 'awa3')}; {between('c = 0.25', 'exp', 'awa', 'awa3')}.",
     ]
 
 
 def _write_table(path: Path, heads: list[str], rows: Iterable[list[Any]]) -> None:
-    """Write CSV, with 6 digits of each float."""
+    """Write a CSV file, with 6 digits for each float."""
     with path.open("w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)
         table.writerow(heads)
@@ -116,7 +120,7 @@ def value(number: float) -> str:
 
 
 def agreement(finding: Finding) -> str:
-    """Say how many seeds agree, if seeds matter."""
+    """Return a text of how many seeds agree; empty if the claim does not depend on the seed."""
     return f"{finding.agreeing} of {len(finding.outcomes)} seeds" if finding.claim.seeds else ""
 
 
@@ -254,7 +258,7 @@ def _page(result: Result, pictures: list[str]) -> str:
 
 
 def _by_step(result: Result) -> list[tuple[Claim, list[Outcome | None]]]:
-    """Return the claims, each with its outcome at every step; None if the iterates diverged."""
+    """Return each claim with its outcome at every step, None where the iterates diverged."""
     diverged: list[Outcome | None] = [None] * len(CLAIMS)
     columns = [outcomes or diverged for outcomes in result.by_step.values()]
     return [(claim, list(row)) for claim, *row in zip(CLAIMS, *columns, strict=True)]

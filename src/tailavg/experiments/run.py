@@ -1,4 +1,4 @@
-"""All measurements of `tailavg reproduce`, side by side on the processor's cores."""
+"""The measurements of `tailavg reproduce`, in parallel threads."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ from tailavg.experiments.regression import (
 )
 
 THREADS = min(8, os.cpu_count() or 1)
-"""NumPy releases the interpreter's lock while it computes."""
+"""NumPy releases the GIL while it computes."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run: a problem, how many seeds from its own on, and the steps beside its own."""
+    """What to run: a problem, and from it the seeds and the other step sizes."""
 
     problem: Problem
-    at: int  # the step of the figure of weights
+    at: int  # the step of Figure 4, the weights
     quick: bool = False
 
     @property
     def seeds(self) -> int:
-        """How many seeds decide the claims."""
+        """The number of seeds that decide the claims, starting with the problem's."""
         return 2 if self.quick else 10
 
     @property
     def other_steps(self) -> list[float]:
-        """Multiples of the default step; twice it is the largest that is guaranteed stable."""
+        """Multiples of the default step, up to the largest step that is guaranteed to be stable."""
         factors = (0.3, 1.0) if self.quick else (0.1, 0.3, 0.6, 1.0, 1.5, 2.0)
-        tried = (factor * self.problem.default_step for factor in factors)
-        return [step for step in tried if step != self.problem.used_step]
+        steps = (factor * self.problem.default_step for factor in factors)
+        return [step for step in steps if step != self.problem.used_step]
 
     @property
     def command(self) -> str:
-        """The command that gives the same numbers."""
+        """The command that reproduces the numbers."""
         given = {
             field.name: getattr(self.problem, field.name)
             for field in fields(Problem)
@@ -63,18 +63,18 @@ class Plan:
 
 @dataclass(frozen=True)
 class Result:
-    """What was measured: by the problem itself, by seeds, by steps, and on pure noise."""
+    """The measurements: errors and tails of the problem, means by seed and step, and on noise."""
 
     plan: Plan
     errors: Errors
     tails: Tails
-    by_seed: list[Means]  # the problem's own first
-    by_step: Mapping[float, list[Outcome] | None]  # None: the iterates diverged
+    by_seed: list[Means]  # the problem's seed first
+    by_step: Mapping[float, list[Outcome] | None]  # None if the iterates diverged
     variances: Means
 
     @cached_property
     def findings(self) -> list[Finding]:
-        """The claims about SGD, then those about any stream."""
+        """The findings on SGD, then those on any stream."""
         problem = self.plan.problem
         of_streams = find(STREAM_CLAIMS, problem, [self.variances])
         return find(CLAIMS, problem, self.by_seed) + of_streams
@@ -103,20 +103,20 @@ def run(
         return _means(measure(replace(problem, seed=seed), rules, by_seeds))
 
     def at_step(step: float) -> list[Outcome] | None:
-        other = replace(problem, step=step)
+        changed = replace(problem, step=step)
         try:
-            means = _means(measure(other, rules, by_steps))
+            means = _means(measure(changed, rules, by_steps))
         except DivergedError:
             return None
-        return [claim.judge(other, means) for claim in CLAIMS]
+        return [claim.judge(changed, means) for claim in CLAIMS]
 
     with ThreadPoolExecutor(THREADS) as pool:
         try:
             main = pool.submit(measure, problem, rules | turns(), by_seeds)
             tails = pool.submit(measure_tails, problem, silent)
             noise = pool.submit(variances, problem.seed, problem.batches, advance=silent)
-            others = range(problem.seed + 1, problem.seed + plan.seeds)
-            seeds = [pool.submit(of_seed, seed) for seed in others]
+            other_seeds = range(problem.seed + 1, problem.seed + plan.seeds)
+            seeds = [pool.submit(of_seed, seed) for seed in other_seeds]
             steps = {step: pool.submit(at_step, step) for step in plan.other_steps}
             errors = main.result()
             own = _means({curve: errors[curve] for curve in rules})

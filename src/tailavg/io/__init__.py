@@ -1,1 +1,1 @@
-"""States of averages: their layout, and files that are written completely or not at all."""
+"""The layout of saved states, and atomic files and folders. Read `state.py` first."""

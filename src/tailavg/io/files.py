@@ -1,7 +1,7 @@
-"""Write files and folders completely or not at all, and lock them.
+"""Write files and folders atomically, and lock them.
 
-Everything is written under a temporary name beside its target, synced, and then renamed. A process
-that is killed leaves at most that temporary: a hidden name that ends in `.tailavg`.
+Each file or folder is written under a temporary name beside its target, synced, and then renamed.
+A killed process leaves at most the temporary: a hidden file or folder that ends in `.tailavg`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
     "whole_folder",
 ]
 
-_LONGEST = 200  # bytes of a name that its temporary name repeats; names end at some 255
+_MAX_NAME = 200  # bytes of a name that its temporary name repeats; file systems allow about 255
 
 
 class InUseError(OSError):
@@ -42,8 +42,8 @@ class InUseError(OSError):
 def whole_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Open a temporary file that replaces `path` when the block ends without an exception.
 
-    An exception leaves the old file unchanged and removes the temporary one. A symlink is followed,
-    and a file that is replaced keeps its mode.
+    An exception removes the temporary file and leaves the old one unchanged. Symbolic links are
+    followed, and the new file gets the mode of the old one.
     """
     target, mode = _target(path)
     temporary = _beside(target, secrets.token_hex(4))
@@ -64,14 +64,13 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 def whole_folder(
     path: str | os.PathLike[str], replaces: Callable[[Path], bool] = lambda _: False
 ) -> Iterator[Path]:
-    """Make a temporary folder that is renamed to `path` when the block ends without an exception.
+    """Create a temporary folder that is renamed to `path` when the block ends without an exception.
 
-    Whoever writes a file into the folder syncs that file. An exception leaves an old folder
-    unchanged and removes the temporary one. `replaces` tells whether an old folder, which is not
-    empty, may be replaced.
+    The caller syncs the files that it writes. An exception removes the temporary folder and leaves
+    the old one unchanged. `replaces` returns whether a folder that is not empty may be replaced.
 
-    No system can replace a folder that is not empty by renaming another one, so an old folder is
-    renamed first and removed last. `saved_folder` finds it if the process is killed in between.
+    A rename cannot replace a folder that is not empty, so the old folder is renamed first and
+    removed last. If the process is killed in between, `saved_folder` finds the old folder.
     """
     target = Path(os.path.realpath(path))
     if target.exists() and not (
@@ -88,7 +87,7 @@ def whole_folder(
         yield temporary
         _sync_folder(temporary)
         if target.exists():
-            shutil.rmtree(old, ignore_errors=True)  # of a process that was killed before it did
+            shutil.rmtree(old, ignore_errors=True)  # left behind by a killed process
             target.rename(old)
         temporary.rename(target)
     except BaseException:
@@ -101,7 +100,7 @@ def whole_folder(
 
 
 def saved_folder(path: str | os.PathLike[str]) -> Path:
-    """Return `path`, or where its old contents are if a process was killed while replacing them."""
+    """Return `path`, or its old folder if a process was killed while replacing it."""
     target = Path(os.path.realpath(path))
     old = _beside(target, "old")
     return old if old.is_dir() and not target.exists() else Path(path)
@@ -118,29 +117,29 @@ def check_writable(path: str | os.PathLike[str]) -> None:
 
 @contextmanager
 def locked(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Hold the lock of a file: a hidden file beside it, which is removed at the end.
+    """Lock a file by a hidden lock file beside it, which is removed at the end.
 
-    There are no locks on Windows.
+    On Windows, nothing is locked.
 
     Raises:
-        InUseError: If another process holds it.
+        InUseError: If another process holds the lock.
     """
     if fcntl is None:
         yield
         return
     target, _ = _target(path)
-    lock = target.with_name(f".{_short(target)}.lock")
+    lock = target.with_name(f".{_short_name(target)}.lock")
     file = _open_locked(lock, path)
     try:
         yield
     finally:
-        if _is_at(lock, file):  # and not one in a folder that was removed and made anew
+        if _is_at(lock, file):  # not so if the folder was deleted and created again
             lock.unlink()
         os.close(file)
 
 
 def sync(file: BinaryIO) -> None:
-    """Wait until what was written to a file is on disk."""
+    """Wait until the contents of a file are on disk."""
     file.flush()
     os.fsync(file.fileno())
 
@@ -153,15 +152,15 @@ def _open_locked(lock: Path, path: str | os.PathLike[str]) -> int:
         except BlockingIOError:
             os.close(file)
             raise InUseError(errno.EBUSY, "in use by another process", str(path)) from None
-        except OSError:  # a file system without locks
+        except OSError:  # the file system has no locks
             pass
         if _is_at(lock, file):
             return file
-        os.close(file)  # its last holder removed it between our open and our lock
+        os.close(file)  # the previous process removed the file after we opened it
 
 
 def _is_at(path: Path, file: int) -> bool:
-    """Whether a path still leads to an open file."""
+    """Return whether a path still leads to an open file."""
     try:
         return os.path.samestat(path.stat(), os.fstat(file))
     except FileNotFoundError:
@@ -169,7 +168,7 @@ def _is_at(path: Path, file: int) -> bool:
 
 
 def _target(path: str | os.PathLike[str]) -> tuple[Path, int | None]:
-    """Return the file that a plain `open` would write, and its mode if it exists."""
+    """Return the file that `open` would write, and its mode, or None if it does not exist."""
     target = Path(os.path.realpath(path))
     try:
         mode = target.stat().st_mode
@@ -177,30 +176,31 @@ def _target(path: str | os.PathLike[str]) -> tuple[Path, int | None]:
         return target, None
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    if not stat.S_ISREG(mode):  # a device would be replaced
+    if not stat.S_ISREG(mode):  # the rename would replace a device by a file
         raise OSError(errno.EINVAL, "expected a regular file, got a device or a pipe", str(path))
     return target, stat.S_IMODE(mode)
 
 
-def _short(target: Path) -> str:
-    """As much of a name as fits into the name of a file beside it."""
-    return os.fsdecode(os.fsencode(target.name)[:_LONGEST])
+def _short_name(target: Path) -> str:
+    """Return a file's name, cut so that the names of its temporary files are not too long."""
+    return os.fsdecode(os.fsencode(target.name)[:_MAX_NAME])
 
 
 def _beside(target: Path, tag: str) -> Path:
-    return target.with_name(f".{_short(target)}.{tag}.tailavg")
+    """Return a hidden name beside a file or folder."""
+    return target.with_name(f".{_short_name(target)}.{tag}.tailavg")
 
 
 def _sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on disk, where folders can be opened."""
+    """Wait until the names in a folder are on disk, if the system can sync folders."""
     try:
-        opened = os.open(folder, os.O_RDONLY)
-    except PermissionError:  # on Windows, or a folder that may be written to and not read
+        descriptor = os.open(folder, os.O_RDONLY)
+    except PermissionError:  # on Windows, or if the folder is not readable
         return
     try:
-        os.fsync(opened)
+        os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system without it
+        if error.errno != errno.EINVAL:  # the file system cannot sync folders
             raise
     finally:
-        os.close(opened)
+        os.close(descriptor)

@@ -1,37 +1,38 @@
-"""The layout in which every store saves an average, and the files that hold it.
+"""The layout of saved averages, which all frameworks share, and the files that hold it.
 
 A state is a dict of plain data:
 
 - `format`, `version`: `"tailavg"`, 1
-- `rule`: the rule and its window, as dicts of their fields with their `type`
+- `rule`: the rule and its window, each as a dict of its fields and its `type`
 - `nan_policy`: `"propagate"`, `"raise"` or `"omit"`
-- `dtype`: the dtype of the accumulators; None if none was chosen and there is no sample yet
+- `dtype`: the dtype of the accumulators; None before the first sample, unless one was chosen
 - `scalar`: whether samples are numbers rather than arrays
 - `count`: the number of samples so far, t
 - `starts`: for each block, oldest first, the number of samples before it
 - `blocks`: the means of the blocks, stacked along the first axis; the last block is open, and its
-  mean is over its samples up to step `folded`
-- `folded`: the last step whose sample is in the blocks' means
-- `partial`: the sum of the later samples, and of the rounding error of the last merge into a mean;
-  for an `Exponential`, the sum of sample i times (1 - decay(i)) / (decay(folded + 2) ⋯ decay(i))
+  mean covers its samples up to step `folded`
+- `folded`: the last step whose sample is included in the means of the blocks
+- `partial`: the sum of the samples after step `folded`, plus the rounding error of the last merge
+  into a mean; for an `Exponential`, the sum of the samples after step `folded`, where sample i is
+  multiplied by (1 - decay(i)) / (decay(folded + 2) ⋯ decay(i))
 
-When samples are numbers, `blocks` is a list and the whole state is JSON: a complex number is a list
-of its two parts, and one in extended precision is a string.
+If samples are numbers, `blocks` is a list, and the state can be written as JSON. A complex number
+is then a list of its real and imaginary parts, and a number in extended precision is a string.
 
-In averages of models, each block and `partial` are dicts of arrays by name. If not every call
-counts as a sample, `calls` is the number of calls since the last sample, or since the start. Every
-framework loads what another one saved.
+In averages of models, each block and `partial` are dicts of arrays by name. If some calls do not
+count as samples, `calls` is the number of calls since the last sample, or since the start. Each
+framework loads the states of the others.
 
 An `Exponential` has one block, whose mean is the average at step `folded`. An `ExactWindow` has
 blocks of one sample.
 
-Averages by key (`TailAverages`) are of format `"tailavg by key"`. Beside `version`, `rule` and
-`nan_policy` they have lists with an entry for each key: `keys`, `counts`, `starts`, `blocks`,
-`folded` and `partial`. In their file, `starts` and `blocks` of all keys follow each other, `held`
-says how many each key has, and `keys` are JSON as bytes, a tuple as a list.
+Averages by key (`TailAverages`) have the format `"tailavg by key"`. Besides `version`, `rule` and
+`nan_policy`, the state has lists with one entry per key: `keys`, `counts`, `starts`, `blocks`,
+`folded` and `partial`. In a file, the lists of `starts` and `blocks` of all keys are concatenated,
+`held` is the number of blocks of each key, and `keys` is JSON as bytes, with tuples as lists.
 
-`tailavg stream` saves lines of JSON: first its options, then for each key a list of the key and of
-its averages, of each what differs between averages of a rule: `count` and all that comes after.
+`tailavg stream` saves lines of JSON. The first line has the options. Each further line is a list of
+a key and its averages; an average is a dict of `count`, `starts`, `blocks`, `folded` and `partial`.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ KEYED = "tailavg by key"
 VERSION = 1
 
 STREAM = "tailavg stream"
-"""The format of what `tailavg stream` saves."""
+"""The `format` of the states of `tailavg stream`."""
 STREAM_VERSION = 3
 
 _HEADER: dict[str, Any] = {"format": str, "version": int, "rule": Mapping, "nan_policy": str}
@@ -124,24 +125,24 @@ def plain(description: Any) -> Any:
 
 
 def rule_from(data: Any) -> Rule:
-    """Return the rule that `plain` described.
+    """Return the rule that `plain` turned into a dict.
 
     Examples:
         >>> rule_from(plain(Exponential(0.25))) == Exponential(0.25)
         True
     """
-    rule = _described(data)
+    rule = _from_plain(data)
     if not isinstance(rule, Rule):
         raise ValueError(f"state: expected a rule, got {short_repr(data)}")
     return rule
 
 
-def _described(data: Any, depth: int = 2) -> Any:
+def _from_plain(data: Any, depth: int = 2) -> Any:
     if not isinstance(data, Mapping):
         return data
     if not depth:
-        raise ValueError("state: rule: expected a rule and its window, got more inside them")
-    fields = {name: _described(value, depth - 1) for name, value in data.items() if name != "type"}
+        raise ValueError("state: rule: dicts are nested too deeply")
+    fields = {name: _from_plain(value, depth - 1) for name, value in data.items() if name != "type"}
     name = data.get("type")
     if not isinstance(name, str) or name not in _TYPES:
         known = ", ".join(_TYPES)
@@ -181,13 +182,13 @@ def state(
 
 
 def keyed_state(rule: Rule, *, nan_policy: str, **lists: list[Any]) -> dict[str, Any]:
-    """Return the state of averages of numbers by key: lists with an entry for each key."""
+    """Return the state of averages by key: lists with one entry per key."""
     head = {"format": KEYED, "version": VERSION, "rule": plain(rule), "nan_policy": nan_policy}
     return head | lists
 
 
 def named(block: Any, names: Iterable[str]) -> Mapping[str, Any]:
-    """Return a block, or a partial sum, as arrays by name. A single array needs no name."""
+    """Return a block, or the partial sum, as arrays by name. A single array needs no name."""
     arrays = block if isinstance(block, Mapping) else {"": block}
     names = list(names)
     if len(arrays) == len(names) == 1 and ("" in arrays or "" in names):
@@ -200,12 +201,14 @@ def by_name(
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return the means of the blocks, and the partial sum, as arrays by name.
 
-    A single array needs no name. Raise a ValueError if names or shapes differ from `shapes`.
-
+    A single array needs no name.
     Examples:
         >>> state = {"starts": [0], "blocks": np.array([[1.0, 2.0]]), "partial": np.zeros(2)}
         >>> by_name(state, {"weight": (2,)})
         ([{'weight': array([1., 2.])}], {'weight': array([0., 0.])})
+
+    Raises:
+        ValueError: If names or shapes differ from `shapes`.
     """
     blocks, number = state["blocks"], len(state["starts"])
     if len(blocks) < number:
@@ -223,10 +226,10 @@ def by_name(
 
 
 def unnamed(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state of one named array as a state of an array without a name."""
+    """Return a state with one named array as a state without names."""
     if len(state["partial"]) != 1:
         names = list(state["partial"])
-        raise ValueError(f"state: expected one array, as TailAverage holds no more, got {names}")
+        raise ValueError(f"state: TailAverage takes a single array, got {names}")
     (shape,) = map(np.shape, state["partial"].values())
     blocks, partial = by_name(state, {"": shape})
     means = np.array([block[""] for block in blocks]).reshape(len(blocks), *shape)
@@ -234,7 +237,7 @@ def unnamed(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_json(numbers: npt.NDArray[Any]) -> Any:
-    """Return numbers as lists that JSON can hold, without rounding.
+    """Return numbers as lists for JSON, without rounding.
 
     Examples:
         >>> as_json(np.array([1 + 2j])), as_json(np.float32(0.5))
@@ -259,39 +262,39 @@ def _from_json(data: Any, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     return numbers
 
 
-# Checks of states from outside.
+# Checks of states that users pass
 
 
 def no_samples_error(call: str, hint: str = "") -> ValueError:
-    """Return what every framework raises for a read before the first sample."""
+    """Return the error of all frameworks for a read before the first sample."""
     return ValueError(f"{call}: expected at least one sample before the first read, got none{hint}")
 
 
 def check_nan_policy(state: Mapping[str, Any]) -> None:
-    """Raise a ValueError unless NaNs are to propagate, as they do in averages of models."""
+    """Raise a ValueError unless NaNs propagate: averages of models have no other policy."""
     if state["nan_policy"] != "propagate":
         raise ValueError(
-            f"state: nan_policy: expected 'propagate', got {state['nan_policy']!r}; load it "
+            f"state: nan_policy: expected 'propagate', got {state['nan_policy']!r}; load the state "
             "with TailAverage"
         )
 
 
 def check_steps(count: int, starts: Sequence[int], folded: int) -> None:
-    """Raise a ValueError unless blocks may start there after `count` samples, or all is 0."""
+    """Raise a ValueError unless the steps are consistent, or the state is empty."""
     rises = all(a < b for a, b in pairwise([*starts, count]))
     fits = starts and starts[0] >= 0 and rises and starts[-1] <= folded <= count <= MOST
     if not fits and (count or starts or folded):
         raise ValueError(
-            f"corrupt state: blocks that start at {short_repr(starts)}, folded up to "
-            f"{short_repr(folded)}, after {short_repr(count)} samples (at most {MOST})"
+            f"corrupt state: starts {short_repr(starts)}, folded {short_repr(folded)} and count "
+            f"{short_repr(count)} (at most {MOST}) are inconsistent"
         )
 
 
 def check(state: Any) -> dict[str, Any]:
-    """Return the state, with numbers of JSON as arrays.
+    """Return the state, with numbers from JSON as arrays.
 
     Raises:
-        ValueError: If it lacks the keys, types or version of this layout.
+        ValueError: If keys, types or version are not those of this layout.
     """
     _check_fields(state, FORMAT, _FIELDS, {"calls": int})
     checked, dtype = dict(state), state["dtype"]
@@ -315,9 +318,12 @@ def check(state: Any) -> dict[str, Any]:
 
 
 def check_keyed(state: Any) -> dict[str, Any]:
-    """Return the state of averages by key. Raise a ValueError if it lacks what it should have.
+    """Return the state of averages by key.
 
-    Whether the steps of each key are possible is left to its clock.
+    The clock of each key checks its steps later.
+
+    Raises:
+        ValueError: If keys, types or version are not those of this layout.
     """
     _check_fields(state, KEYED, _HEADER | dict.fromkeys(_LISTS, list), {})
     number = len(state["keys"])
@@ -325,7 +331,7 @@ def check_keyed(state: Any) -> dict[str, Any]:
         entries = state[name]
         if len(entries) != number:
             raise ValueError(
-                f"state: {name}: expected one for each of {number} keys, got {len(entries)}"
+                f"state: {name}: expected one entry per key, {number}, got {len(entries)}"
             )
         if name in ("starts", "blocks"):
             if not all(isinstance(entry, list | tuple) for entry in entries):
@@ -369,14 +375,14 @@ def _check_fields(
             )
 
 
-# Files.
+# Files
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read the state in a file or a folder, or of a `tailavg stream` with one average.
+    """Read the state in a file or a folder, or the state of a `tailavg stream` with one average.
 
     Raises:
-        ValueError: If anything is missing, damaged or of another version; it names the file.
+        ValueError: If a file is incomplete, damaged or of another version. The message names it.
     """
     if saved_folder(path).is_dir():
         return _read_folder(path)
@@ -389,12 +395,12 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def write_file(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
-    """Write a state to one .npz file, completely or not at all."""
+    """Write a state to an .npz file, atomically."""
     _write_npz(path, check(state), _ARRAYS)
 
 
 def write_keyed(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
-    """Write the state of averages by key to one .npz file, completely or not at all."""
+    """Write the state of averages by key to an .npz file, atomically."""
     saved = check_keyed(state)
     keys = json.dumps(state["keys"], default=lambda key: key.item())  # NumPy's numbers
     saved["keys"] = np.frombuffer(keys.encode(), np.uint8)
@@ -421,7 +427,7 @@ def read_keyed(path: str | os.PathLike[str]) -> dict[str, Any]:
 def _write_npz(
     path: str | os.PathLike[str], state: Mapping[str, Any], names: Sequence[str]
 ) -> None:
-    """Write some fields as arrays, and the others as JSON, in a text called `header`."""
+    """Write the fields in `names` as arrays, and the others as JSON in the array `header`."""
     arrays = {name: np.asarray(state[name]) for name in names}
     if objects := [name for name, array in arrays.items() if array.dtype.hasobject]:
         raise ValueError(f"state: {', '.join(objects)}: expected numbers, got objects")
@@ -440,14 +446,14 @@ def _read_npz(path: str | os.PathLike[str], names: Sequence[str]) -> dict[str, A
                     _check_size(array, member)
         stream.seek(0)
         with np.load(stream, allow_pickle=False) as file:
-            arrays = {name: np.asarray(file[name]) for name in names}  # or bytes
+            arrays = {name: np.asarray(file[name]) for name in names}  # np.load may return bytes
             return {**json.loads(str(file["header"])), **arrays}
 
 
 def _check_size(array: IO[bytes], member: ZipInfo) -> None:
-    """Raise a ValueError if an array has more elements than its file has bytes.
+    """Raise a ValueError if an array needs more bytes than its member of the file has.
 
-    A small file could otherwise fill the memory, or take hours.
+    Otherwise, a small crafted file could fill the memory, or take hours to read.
     """
     version = np.lib.format.read_magic(array)
     shape, _, dtype = np.lib.format.read_array_header_1_0(array)
@@ -460,14 +466,14 @@ def _check_size(array: IO[bytes], member: ZipInfo) -> None:
 
 
 def _as_list(array: npt.NDArray[Any]) -> Any:
-    """Return the numbers of an array. In lists, a small file of other arrays could fill memory."""
+    """Return a list of real numbers. As a list, another array could be far larger than its file."""
     if array.ndim != 1 or array.dtype.kind not in "if":
         raise ValueError(f"state: expected numbers, got {array.dtype} of shape {array.shape}")
     return array.tolist()
 
 
 def _read_stream(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read the average that `tailavg stream --state` saved, if it is one."""
+    """Read the average in a state of `tailavg stream`. Raise a ValueError if there are several."""
     with Path(path).open("rb") as file, _reading(path):
         saved = json.loads(file.readline())
         if (saved["format"], saved["version"]) != (STREAM, STREAM_VERSION):
@@ -484,7 +490,7 @@ def _read_stream(path: str | os.PathLike[str]) -> dict[str, Any]:
             policy = options["nan"]
             return check(state(rule, nan_policy=policy, dtype=dtype, scalar=True, **fields))
     raise ValueError(
-        f"{path}: expected a state of tailavg stream with one average, got one with "
+        f"{path}: only a tailavg stream with one average can be loaded, this one has "
         f"{short_repr(options['averages'])} by {short_repr(options['by'])}; resume it with tailavg "
         "stream --state"
     )
@@ -492,15 +498,15 @@ def _read_stream(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 @contextmanager
 def _reading(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Raise a ValueError that names the file if it is damaged, which can raise anything."""
+    """Turn any exception, such as those of damaged files, into a ValueError with the path."""
     try:
         yield
     except Exception as error:
         message = f"{type(error).__name__}: {str(error)[:300]}"
-        raise ValueError(f"{path}: expected a file saved by tailavg, got: {message}") from error
+        raise ValueError(f"{path}: damaged, or not saved by tailavg: {message}") from error
 
 
-# A folder of safetensors files: see docs/state.md.
+# Folders of safetensors files, as docs/state.md describes them
 
 _STATE, _OPEN = "state.json", "open.safetensors"
 _BLOCK = re.compile(r"block-\d+-\d+\.safetensors")
@@ -512,34 +518,34 @@ def write_folder(
     as_array: Callable[[Any], npt.NDArray[Any]] = np.asarray,
     written: Mapping[int, Path] | None = None,
 ) -> None:
-    """Write a state of arrays by name to a folder, completely or not at all.
+    """Write a state of arrays by name to a folder, atomically.
 
-    A closed block never changes, so folders on one file system can share its file by links.
+    A closed block never changes, so folders on one file system can share its file by hard links.
 
     Args:
         path: The folder. A folder that holds a state, and nothing else, is replaced.
         state: The state.
-        as_array: Converts what the state holds, such as tensors, to arrays.
-        written: Files of closed blocks that exist already, by the index of the block.
+        as_array: Converts the values in the state, such as tensors, to arrays.
+        written: The files of closed blocks that exist already, by the index of the block.
     """
     state, written = check(state), written or {}
     starts, blocks = state["starts"], state["blocks"]
     arrays = {f"sum.{name}": value for name, value in state["partial"].items()}
     if starts and state["folded"] > starts[-1]:
         arrays |= {f"mean.{name}": value for name, value in blocks[len(starts) - 1].items()}
-    others = {key: value for key, value in state.items() if key not in ("blocks", "partial")}
+    fields = {key: value for key, value in state.items() if key not in ("blocks", "partial")}
     with whole_folder(path, _holds_state) as folder:
         for i, name in enumerate(_block_files(starts)):
             if i not in written or not _linked(written[i], folder / name):
                 write_arrays(folder / name, blocks[i], as_array)
         write_arrays(folder / _OPEN, arrays, as_array)
         with (folder / _STATE).open("xb") as file:
-            file.write(json.dumps(others, indent=1).encode())
+            file.write(json.dumps(fields, indent=1).encode())
             sync(file)
 
 
 def _read_folder(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read the state in a folder that `write_folder` wrote. Arrays are read on access."""
+    """Read the state in a folder that `write_folder` wrote. Its arrays are read on access."""
     folder = saved_folder(path)
     try:
         text = (folder / _STATE).read_bytes()
@@ -550,7 +556,7 @@ def _read_folder(path: str | os.PathLike[str]) -> dict[str, Any]:
         arrays = mapped(folder / _OPEN)
     except (FileNotFoundError, IsADirectoryError) as error:
         raise ValueError(
-            f"{path}: expected a folder saved by tailavg, got one without the file {error.filename}"
+            f"{path}: incomplete, or not saved by tailavg: there is no file {error.filename}"
         ) from error
     partial, mean = (
         {name.removeprefix(kind): array for name, array in arrays.items() if name.startswith(kind)}
@@ -562,7 +568,7 @@ def _read_folder(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _holds_state(folder: Path) -> bool:
-    """Whether a folder holds a state, and nothing else."""
+    """Return whether a folder holds a state, and nothing else."""
     names = {file.name for file in folder.iterdir()} - {_STATE, _OPEN}
     is_complete = (folder / _STATE).is_file() and (folder / _OPEN).is_file()
     return is_complete and all(_BLOCK.fullmatch(name) for name in names)
@@ -574,7 +580,7 @@ def _block_files(starts: Sequence[int]) -> list[str]:
 
 
 def _linked(source: Path, path: Path) -> bool:
-    """Link a file to a second name. Return False where links are not possible."""
+    """Create a hard link to a file. Return False if that is not possible."""
     try:
         os.link(source, path)
     except OSError:

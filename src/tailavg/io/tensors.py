@@ -1,7 +1,7 @@
-"""The safetensors format: the length of a header, the header in JSON, the tensors side by side.
+"""Write and map safetensors files: the length of a header, a header in JSON, then the tensors.
 
-The `safetensors` package writes a file all at once and aligns it to 8 bytes. Blocks on disk, and
-large checkpoints, are written a piece at a time into files that can be mapped.
+The `safetensors` package writes a whole file at once. Blocks on disk and averaged checkpoints are
+written piece by piece, and the header of a block is padded to 64 bytes, so that it can be mapped.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ NAMES = {
     "float4_e2m1fn_x2": "F4",
     "bool": "BOOL",
 }
-"""The format's names of dtypes, in the order in which its library sorts tensors in a file: wide
-ones first, so that all are aligned."""
+"""The format's names of dtypes, widest first: the order of the tensors in a file, which keeps all
+of them aligned."""
 
 _ACCUMULATED = {"F64": np.float64, "C64": np.complex64, "F32": np.float32}
-_LONGEST = 10**8  # bytes of a header, as in the format's own library
+_MAX_HEADER = 10**8  # bytes, as in the `safetensors` package
 
 
 class Entry(NamedTuple):
-    """A tensor in a file: its name, the format's name of its dtype, its shape and bytes."""
+    """A tensor in a file: name, dtype in the format's terms, shape, and size in bytes."""
 
     name: str
     dtype: str
@@ -61,7 +61,7 @@ class Entry(NamedTuple):
 def header(
     entries: Iterable[Entry], unit: int = 8, metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """Return what comes before the numbers of these tensors. Its length is a multiple of `unit`."""
+    """Return the header of a file with these tensors, padded to a multiple of `unit` bytes."""
     metadata = {"format": "pt"} if metadata is None else dict(metadata)
     rows: dict[str, Any] = {"__metadata__": metadata}
     end = 0
@@ -76,7 +76,7 @@ def header(
 def write_arrays(
     path: Path, arrays: Mapping[str, Any], as_array: Callable[[Any], npt.NDArray[Any]] = np.asarray
 ) -> None:
-    """Write arrays, or what `as_array` makes arrays of, to a new file, one by one."""
+    """Write values, converted by `as_array` one by one, to a new file."""
     entries = []
     for name, value in arrays.items():
         array = as_array(value)
@@ -97,17 +97,17 @@ def write_arrays(
 
 
 def mapped(path: str | os.PathLike[str]) -> dict[str, npt.NDArray[Any]]:
-    """Map the accumulators in a file, so that each is read on access.
+    """Map the accumulators in a file: each is read on access.
 
-    The arrays can be written to; the file does not change.
+    Writes to the arrays do not change the file.
 
     Raises:
-        ValueError: If the file is not complete, or holds anything but accumulators.
+        ValueError: If the file is incomplete, or has a dtype that accumulators never have.
     """
     with Path(path).open("rb") as file:
         size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
         try:
-            if length > min(size - 8, _LONGEST):
+            if length > min(size - 8, _MAX_HEADER):
                 raise ValueError(f"{size} bytes, but a header of {length}")
             rows = json.loads(file.read(length))
             rows.pop("__metadata__", None)

@@ -25,8 +25,8 @@ from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tailavg.core.clock import clock_for
-from tailavg.core.readings import Reading
 from tailavg.core.profile import Profile, dense_weights, profile
+from tailavg.core.readings import Reading
 from tailavg.core.rules import Exponential, Rule, as_training_rule, refuses_decay
 from tailavg.core.windows import AnyWindow, Reals, positive_int
 from tailavg.io import state as layout

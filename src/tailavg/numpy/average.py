@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tailavg.core.clock import SUM, BlockClock, DecayClock, SampleClock, clock_for
-from tailavg.core.readings import Reading
 from tailavg.core.equation import weights
 from tailavg.core.profile import Profile, block_weights, dense_weights, profile
+from tailavg.core.readings import Reading
 from tailavg.core.rules import AnyTail, Rule, as_rule, size_of, window_of
 from tailavg.core.windows import AnyWindow, Fixed, Reals, short_repr
 from tailavg.io import state as layout
@@ -331,7 +331,7 @@ class TailAverage:
         left = self._left
         if left is None:
             raise RuntimeError(
-                "the average is not whole: a call was interrupted in the middle; load a saved "
+                "the average is incomplete: a call was interrupted in the middle; load a saved "
                 "state, or create a new average"
             )
         return self._due - left
@@ -564,7 +564,7 @@ class TailAverage:
             options.append(f"dtype={self._dtype.name!r}")
         if self._nan_policy != "propagate":
             options.append(f"nan_policy={self._nan_policy!r}")
-        samples = "not whole" if self._left is None else f"{self.count or 'no'} samples"
+        samples = "incomplete" if self._left is None else f"{self.count or 'no'} samples"
         shape = f" of shape {self._shape}" if self._shape else ""
         return f"<TailAverage({', '.join(options)}): {samples}{shape}>"
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from tailavg.core.clock import BlockClock, DecayClock, SampleClock, factors
-from tailavg.core.readings import ByAge
 from tailavg.core.equation import weights
+from tailavg.core.readings import ByAge
 from tailavg.core.rules import AnyTail
 from tailavg.core.windows import Window
 from tailavg.numpy.arithmetic import Array, joined, wide

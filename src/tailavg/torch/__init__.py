@@ -1,4 +1,9 @@
-"""Tail averages of the weights of PyTorch models."""
+"""Tail averages of the weights of PyTorch models.
+
+Start with `parameters`. It uses `tracking` (which tensors are averaged), `accumulators` (their sums
+and means, in `storage` or in `folder`), `updates`, `swap` and `export`. So does `model`, the
+drop-in for torch's `AveragedModel`. `batchnorm` and `functions` use none of these.
+"""
 
 from tailavg.extras import needs
 

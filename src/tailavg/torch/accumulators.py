@@ -1,8 +1,9 @@
-"""The store for many tensors: one sum and a few means of each, in flat memory.
+"""`Accumulators`: one sum and a few means of each tensor of a model, in flat memory.
 
-Tensors of one dtype and device lie side by side in flat tensors, so merges and turns take a few
-operations however many tensors there are. Only adding a sample visits them one by one. The sum is
-where its tensors are; the means are in a `MemoryStorage` or a `FolderStorage`.
+Both averages use it. Read `tailavg.core.clock` first: it says what to do at which step. Tensors of
+one dtype and device lie side by side in flat tensors, so the number of operations in a fold or a
+turn does not depend on the number of tensors. Only adding a sample visits the tensors one by one.
+The sum is on the device of its tensors; the means are in a `MemoryStorage` or a `FolderStorage`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tailavg.core.clock import SUM, Clock, Store, clock_for
-from tailavg.core.rules import ExactWindow, Rule
+from tailavg.core.rules import TrainingRule
 from tailavg.core.windows import positive_int
 from tailavg.io import state as states
 from tailavg.torch.folder import FileBlock, FolderStorage
@@ -30,13 +31,13 @@ __all__ = ["Accumulators", "Offload", "Terms"]
 Block = MemoryBlock | FileBlock
 Offload = str | os.PathLike[str] | None
 Terms = Sequence[tuple[float, int]]
-"""Weights, and the blocks whose means they are of, or `SUM`: see `Clock.terms`."""
+"""Pairs of a weight and the index of a block, or `SUM`: see `Clock.terms`."""
 
 _LINE = 16  # elements in a cache line
-_SMALL = 8192  # elements: smaller tensors are added together, since a call costs more than they do
-_BATCH = 32767  # elements: up to this size torch.cat is one loop
-_CHUNK = 1 << 22  # elements that are worked on at a time
-_ROUNDING = 128  # times the epsilon of the dtype, see `_unless_rounded`
+_SMALL = 8192  # elements; smaller tensors share a call, which costs more than adding one of them
+_BATCH = 32767  # elements; up to this size, torch.cat is one loop
+_CHUNK = 1 << 22  # elements that folds, turns and reads process at a time
+_ROUNDING = 128  # times the epsilon of the dtype: see `_present_if_close`
 
 
 class Accumulators(Store):
@@ -44,7 +45,7 @@ class Accumulators(Store):
 
     def __init__(
         self,
-        rule: Rule,
+        rule: TrainingRule,
         tensors: Mapping[str, Tensor],
         dtype: torch.dtype,
         device: torch.device | str | int | None,
@@ -52,14 +53,9 @@ class Accumulators(Store):
     ) -> None:
         if not (isinstance(dtype, torch.dtype) and dtype in (torch.float32, torch.float64)):
             raise TypeError(f"dtype: expected torch.float32 or torch.float64, got {dtype!r}")
-        if isinstance(rule, ExactWindow):
-            raise TypeError(
-                f"rule: expected one that holds a few averages, got {rule}, which holds every "
-                "sample; AnytimeWindow has the same variance"
-            )
-        self.clock = clock_for(rule)
-        self.calls = 0  # since the last sample, or the start
-        self.whole = True  # False while anything changes
+        self.rule, self.clock = rule, clock_for(rule)
+        self.calls = 0  # calls since the last sample, or since the start
+        self.complete = True  # False during a change, and after one that was interrupted
         self.dtype = dtype
         self.device = None if device is None else torch.empty(0, device=device).device
         members: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
@@ -71,10 +67,11 @@ class Accumulators(Store):
                 dtype if narrow else torch.promote_types(dtype, tensor.dtype),
             )
             members.setdefault(kind, {})[name] = tensor
-        wide_first = sorted(members, key=lambda kind: -kind[1].itemsize)  # aligned in files
+        # so that tensors are aligned in files
+        wide_first = sorted(members, key=lambda kind: -kind[1].itemsize)
         self._offload = offload
         self.storage = _storage(offload, self.device)
-        as_in_memory = isinstance(self.storage, MemoryStorage)  # files have the usual order of axes
+        as_in_memory = isinstance(self.storage, MemoryStorage)  # in files, axes are in C order
         self._groups = [_Group(*kind, members[kind], as_in_memory) for kind in wide_first]
         layouts = [group.layout for group in self._groups]
         self._blocks: list[Block] = [
@@ -88,11 +85,11 @@ class Accumulators(Store):
             group.bind(tensors)
 
     def add(self, then: Callable[[], None] | None = None) -> None:
-        """Take one sample: the current values of the bound tensors. Call `then` in the end."""
-        self.require_whole()
+        """Take one sample: the current values of the bound tensors. Call `then` at the end."""
+        self.require_complete()
         if self.clock.count >= self.clock.next:
             self._prepare()
-        self.whole = False
+        self.complete = False
         factor = self.clock.factor
         for group in self._groups:
             group.add(factor)
@@ -100,22 +97,22 @@ class Accumulators(Store):
         self.calls = 0
         if then is not None:
             then()
-        self.whole = True
+        self.complete = True
 
     def _prepare(self) -> None:
-        """Do what is due. If that fails before anything has changed, the average stays whole."""
+        """Fold and turn as is due. If that fails before the first change, restore the clock."""
         self._settle()
         try:
             self.clock.prepare(self)
         except BaseException:
-            if self.whole:
+            if self.complete:
                 self.clock = self._settled
             raise
 
     def _settle(self) -> None:
-        """Remember the clock, which agrees with the blocks and the sum: see `_prepare`."""
+        """Save the clock, which now agrees with the blocks and the sum: see `_prepare`."""
         self._settled = self.clock.copy()
-        self.whole = True
+        self.complete = True
 
     def fold(self, total: float, weight: float, carry: float) -> None:
         """See `Store`."""
@@ -123,11 +120,11 @@ class Accumulators(Store):
         with self._rewritten(-1) as new:
             for i, (group, mean) in enumerate(zip(self._groups, means, strict=True)):
                 for low, high in _chunks(len(mean)):
-                    part = group.sum[low:high]
-                    old = mean[low:high].to(part.device)
-                    joint, rest = _joined(old, part, total, weight, carry)
+                    summed = group.sum[low:high]
+                    old = mean[low:high].to(summed.device)
+                    joint, carried = _joined(old, summed, total, weight, carry)
                     new.store(i, low, joint)
-                    part.copy_(rest)
+                    summed.copy_(carried)
         self._settle()
 
     def turn(self, gone: int, weight: float) -> None:
@@ -141,7 +138,7 @@ class Accumulators(Store):
                         joint = mean[low:high].to(device).mul(1.0 - weight)
                         joint.add_(added[low:high].to(device), alpha=weight)
                         new.store(i, low, joint)
-        self.whole = False
+        self.complete = False
         self._blocks.append(self._blocks.pop(gone))
         self._blocks[-1].clear()
         for group in self._groups:
@@ -150,30 +147,30 @@ class Accumulators(Store):
 
     @contextmanager
     def _rewritten(self, i: int) -> Iterator[Block]:
-        """Yield what replaces a block. From then on the average is not whole, until `_settle`."""
+        """Yield the block to store a new mean in. The average is incomplete until `_settle`."""
         old = self._blocks[i]
         with old.rewritten() as new:
-            self.whole = False
+            self.complete = False
             yield new
         self._blocks[i] = new
         if old is not new:
             old.clear()
 
-    def require_whole(self) -> None:
-        """Raise unless every update and load so far ran to its end."""
-        if not self.whole:
+    def require_complete(self) -> None:
+        """Raise if an interrupted update or load left the average incomplete."""
+        if not self.complete:
             raise RuntimeError(
-                "the average is not whole: an update or a load was interrupted half-way; "
-                "load_state_dict() a saved state, or create a new average"
+                "the average is incomplete: an update or a load was interrupted; load a saved "
+                "state with load_state_dict(), or create a new average"
             )
 
     def write(self, terms: Terms, into: Mapping[str, Tensor], frozen: Mapping[str, Tensor]) -> None:
         """Write the average given by the clock's `terms` into tensors.
 
-        Where the average of a `frozen` tensor is what it holds, up to rounding, its own values are
-        written.
+        Where the average of a `frozen` tensor equals the tensor up to rounding, the tensor's own
+        values are written.
         """
-        self.require_whole()
+        self.require_complete()
         sums = [group.sum for group in self._groups]
         flats = [sums if block == SUM else self._blocks[block].flats() for _, block in terms]
         weights = [weight for weight, _ in terms]
@@ -183,25 +180,25 @@ class Accumulators(Store):
     def _views(self, flats: Iterable[Tensor]) -> dict[str, Tensor]:
         """Return the tensors in flat tensors, by name."""
         return {
-            name: where.of(flat)
+            name: place.of(flat)
             for group, flat in zip(self._groups, flats, strict=True)
-            for name, where in group.layout.slices.items()
+            for name, place in group.layout.slices.items()
         }
 
     def _sums(self) -> dict[str, Tensor]:
         return self._views(group.sum for group in self._groups)
 
     def _ordered(self) -> list[Block]:
-        """Return the blocks as in a state: oldest first, and those without samples last."""
+        """Return the blocks in the order of a state: oldest first, blocks without samples last."""
         empty = len(self._blocks) - len(self.clock.starts)
         return [*self._blocks[empty:], *self._blocks[:empty]]
 
     def state_dict(self, like: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return the state in the layout of `tailavg.io.state`, with tensors sharded like `like`.
 
-        Its tensors are views, not copies.
+        The tensors are views, not copies.
         """
-        self.require_whole()
+        self.require_complete()
 
         def sharded(views: dict[str, Tensor]) -> dict[str, Tensor]:
             return {name: sharded_like(view, like[name]) for name, view in views.items()}
@@ -211,14 +208,14 @@ class Accumulators(Store):
             dtype=dtype_name(self.dtype),
             count=self.clock.count,
             starts=self.clock.starts,
-            # always all of them, so that a checkpoint can be loaded into any average
+            # empty blocks too: torch.distributed.checkpoint needs the same keys in every average
             blocks=[sharded(self._views(block.flats())) for block in self._ordered()],
             folded=self.clock.folded,
             partial=sharded(self._sums()),
         ) | {"calls": self.calls}
 
     def files(self) -> dict[int, Path]:
-        """Return the files of closed blocks, by their number in the state."""
+        """Return the files of closed blocks, by their index in the state."""
         closed = self._ordered()[: max(0, len(self.clock.starts) - 1)]
         return {i: block.path for i, block in enumerate(closed) if block.path is not None}
 
@@ -231,7 +228,7 @@ class Accumulators(Store):
         """Check a state of these tensors, or of a single tensor without a name.
 
         Returns:
-            A function that resumes from the state, and calls `then` in the end.
+            A function that resumes from the state, and calls `then` at the end.
         """
         state = states.check(state)
         states.check_nan_policy(state)
@@ -250,7 +247,7 @@ class Accumulators(Store):
         sums = self._sums()
         if state["count"] or isinstance(state["partial"], Mapping):
             partial = _checked("state: partial", state["partial"], sums, tracking)
-        else:  # an average without samples knows no shape
+        else:  # an average of NumPy without samples has no shape
             partial = {name: torch.zeros((), device="cpu") for name in sums}
         means = [
             _checked(f"state: block {i}", block, sums, tracking)
@@ -271,16 +268,16 @@ class Accumulators(Store):
         sums: Mapping[str, Tensor],
         then: Callable[[], None] | None = None,
     ) -> None:
-        """Take over a state. Its tensors may be those of `state_dict`: each stays in its block."""
+        """Resume from a state. If its tensors are views of this average, each stays in place."""
         blocks, number = self._ordered(), len(means)
         with ExitStack() as stack:
             rewritten = [block.rewritten() for block in blocks[:number]]
             new = [cast("Block", stack.enter_context(context)) for context in rewritten]
-            self.whole = False
+            self.complete = False
             for block, mean in zip(new, means, strict=True):
                 for i, group in enumerate(self._groups):
-                    for name, where in group.layout.slices.items():
-                        block.store(i, where.start, where.ordered(mean[name]).reshape(-1))
+                    for name, place in group.layout.slices.items():
+                        block.store(i, place.start, place.ordered(mean[name]).reshape(-1))
         self._blocks = [*blocks[number:], *new]
         for block in blocks:
             if block not in new:
@@ -290,7 +287,7 @@ class Accumulators(Store):
         self.clock, self.calls = clock, calls
         if then is not None:
             then()
-        self.whole = True
+        self.complete = True
 
     def to(
         self,
@@ -300,16 +297,16 @@ class Accumulators(Store):
     ) -> Accumulators:
         """Return the same average on a device, and in another dtype if one is given.
 
-        None stands for the device of the tensors. Files go to the new average.
+        None stands for the device of the tensors. The new average takes over the folder.
         """
-        self.require_whole()
+        self.require_complete()
         offload = self.storage if isinstance(self.storage, FolderStorage) else self._offload
-        moved = Accumulators(self.clock.rule, tensors, dtype or self.dtype, device, offload)
+        moved = Accumulators(self.rule, tensors, dtype or self.dtype, device, offload)
         used = self._ordered()[: len(self.clock.starts)]
         means = [self._views(block.flats()) for block in used]
         moved._fill(self.clock, self.calls, means, self._sums())
         if isinstance(self.storage, FolderStorage):
-            self.whole = False
+            self.complete = False
             for block in self._blocks:
                 block.clear()
         return moved
@@ -326,17 +323,17 @@ class _Group:
         as_in_memory: bool,
     ) -> None:
         large = [name for name, tensor in tensors.items() if tensor.numel() > _SMALL]
-        # first those that leave the next one on a cache line
+        # first those of whole cache lines, so that the next tensor is aligned, too
         large.sort(key=lambda name: tensors[name].numel() % _LINE != 0)
         self._runs = [[name] for name in large]
         """Names of tensors that lie side by side: one large tensor, or many small ones."""
-        used = _BATCH + 1
+        run_size = _BATCH + 1
         for name, tensor in tensors.items():
             if tensor.numel() <= _SMALL:
-                used += tensor.numel()
-                if used > _BATCH:
+                run_size += tensor.numel()
+                if run_size > _BATCH:
                     self._runs.append([])
-                    used = tensor.numel()
+                    run_size = tensor.numel()
                 self._runs[-1].append(name)
         slices: dict[str, Slice] = {}
         size = 0
@@ -359,53 +356,53 @@ class _Group:
     def bind(self, tensors: Mapping[str, Tensor]) -> None:
         """Work out how to add these tensors to the sum."""
         self._added: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-        """Parts of the sum, and what to add to them at once."""
+        """By dtype: views of the sum, and the tensors to add to them in one call."""
         self._gathered: list[tuple[Tensor, Tensor, list[Tensor]]] = []
-        """Small tensors, gathered in the buffer first: part of the sum, buffer, tensors."""
+        """Small tensors, gathered in the buffer first: view of the sum, buffer, tensors."""
         self._buffered: list[tuple[Tensor, Tensor, Tensor]] = []
-        """On another device, or of 8 bits, copied to the buffer first: part, buffer, tensor."""
+        """On another device or of 8 bits, copied to the buffer first: view, buffer, tensor."""
         for run in self._runs:
             members = [self._ordered(name, tensors[name].detach()) for name in run]
             if len(run) > 1 and self.sum.device.type == "cpu" and all(map(self._fits, members)):
-                part = self.sum[self._span(run)]
+                view = self.sum[self._span(run)]
                 flat = [tensor.view(-1) for tensor in members]
-                self._gathered.append((part, self._buffer[: len(part)], flat))
+                self._gathered.append((view, self._buffer[: len(view)], flat))
                 continue
             for name, tensor in zip(run, members, strict=True):
-                part = self._ordered(name, self.layout.slices[name].of(self.sum))
-                if tensor.device == part.device and tensor.itemsize > 1:
-                    parts, added = self._added.setdefault(tensor.dtype, ([], []))
-                    parts.append(part)
+                view = self._ordered(name, self.layout.slices[name].of(self.sum))
+                if tensor.device == view.device and tensor.itemsize > 1:
+                    views, added = self._added.setdefault(tensor.dtype, ([], []))
+                    views.append(view)
                     added.append(tensor)
-                elif not tensor.is_contiguous():  # it gets a buffer of its own
-                    self._buffered.append((part, torch.empty_like(part), tensor))
+                elif not tensor.is_contiguous():  # it cannot be split into flat chunks
+                    self._buffered.append((view, torch.empty_like(view), tensor))
                 else:
-                    part, tensor = part.view(-1), tensor.view(-1)
-                    for low, high in _chunks(len(part)):
+                    view, tensor = view.view(-1), tensor.view(-1)
+                    for low, high in _chunks(len(view)):
                         buffer = self._buffer[: high - low]
-                        self._buffered.append((part[low:high], buffer, tensor[low:high]))
+                        self._buffered.append((view[low:high], buffer, tensor[low:high]))
 
     def _ordered(self, name: str, tensor: Tensor) -> Tensor:
         """Return a tensor with its axes in the order of the sum."""
         return self.layout.slices[name].ordered(tensor)
 
     def _fits(self, tensor: Tensor) -> bool:
-        """Whether the sum has the dtype, the device and the order of elements of a tensor."""
-        same = (tensor.dtype, tensor.device) == (self.sum.dtype, self.sum.device)
-        return same and tensor.is_contiguous()
+        """Return whether a tensor has the dtype, device and order of elements of the sum."""
+        same_kind = (tensor.dtype, tensor.device) == (self.sum.dtype, self.sum.device)
+        return same_kind and tensor.is_contiguous()
 
     def _span(self, run: Sequence[str]) -> slice:
         return slice(self.layout.slices[run[0]].start, self.layout.slices[run[-1]].stop)
 
     def add(self, factor: float) -> None:
         """Add the bound tensors, times a factor, to the sum."""
-        for parts, tensors in self._added.values():
-            torch._foreach_add_(parts, tensors, alpha=factor)
-        for part, buffer, small in self._gathered:
+        for views, tensors in self._added.values():
+            torch._foreach_add_(views, tensors, alpha=factor)
+        for view, buffer, small in self._gathered:
             torch.cat(small, out=buffer)
-            part.add_(buffer, alpha=factor)
-        for part, buffer, tensor in self._buffered:
-            part.add_(buffer.copy_(tensor), alpha=factor)
+            view.add_(buffer, alpha=factor)
+        for view, buffer, tensor in self._buffered:
+            view.add_(buffer.copy_(tensor), alpha=factor)
 
     def write(
         self,
@@ -416,25 +413,25 @@ class _Group:
         """Write the average into tensors; see `Accumulators.write`."""
         for run in self._runs:
             if len(run) == 1:
-                self._write_one(summands, run[0], into[run[0]].detach(), frozen.get(run[0]))
+                self._write_large(summands, run[0], into[run[0]].detach(), frozen.get(run[0]))
                 continue
             span = self._span(run)
             sizes = [into[name].numel() for name in run]
             values = _average(summands, span, self._buffer[: span.stop - span.start])
-            parts = values.split(sizes)  # type: ignore[no-untyped-call]
-            for name, part in zip(run, parts, strict=True):
+            averages = values.split(sizes)  # type: ignore[no-untyped-call]
+            for name, average in zip(run, averages, strict=True):
                 target, present = self._ordered(name, into[name]), frozen.get(name)
                 present = None if present is None else self._ordered(name, present)
-                target.copy_(_unless_rounded(part.view(target.shape), present))
+                target.copy_(_present_if_close(average.view(target.shape), present))
 
-    def _write_one(
+    def _write_large(
         self,
         summands: Sequence[tuple[float, Tensor]],
         name: str,
         target: Tensor,
         present: Tensor | None,
     ) -> None:
-        """Write the average into one tensor in chunks, directly if possible."""
+        """Write the average into one large tensor in chunks, without a buffer if possible."""
         start, stop, *_ = self.layout.slices[name]
         target = self._ordered(name, target)
         present = None if present is None else self._ordered(name, present)
@@ -445,8 +442,8 @@ class _Group:
             out = flat[low:high] if direct else self._buffer[: high - low]
             values = _average(summands, slice(start + low, start + high), out)
             if not direct:
-                here = None if present is None else present.reshape(-1)[low:high]
-                flat[low:high] = _unless_rounded(values, here)
+                chunk = None if present is None else present.reshape(-1)[low:high]
+                flat[low:high] = _present_if_close(values, chunk)
         if not contiguous:
             target.copy_(flat.view(target.shape))
 
@@ -463,20 +460,20 @@ def _average(summands: Sequence[tuple[float, Tensor]], span: slice, out: Tensor)
 
 
 def _chunks(size: int) -> Iterator[tuple[int, int]]:
-    """Return the ranges of numbers that are worked on at a time."""
+    """Return the ranges of elements that are processed at a time."""
     return ((low, min(low + _CHUNK, size)) for low in range(0, size, _CHUNK))
 
 
-def _unless_rounded(average: Tensor, present: Tensor | None) -> Tensor:
-    """Return the average, with present values where it may be theirs alone, rounded.
+def _present_if_close(average: Tensor, present: Tensor | None) -> Tensor:
+    """Return the average, but `present` where the two differ only by rounding.
 
     A sum of 256 equal numbers is off by at most 43 times the epsilon, and each mean adds about one.
     """
     if present is None:
         return average
-    numbers = torch.finfo(average.dtype)
-    rtol = _ROUNDING * numbers.eps
-    atol = rtol * numbers.tiny  # of subnormal numbers
+    limits = torch.finfo(average.dtype)
+    rtol = _ROUNDING * limits.eps
+    atol = rtol * limits.tiny  # for subnormal numbers
     present = present.to(average)
     same = torch.isclose(average, present, rtol=rtol, atol=atol, equal_nan=True)
     return torch.where(same, present, average)
@@ -501,7 +498,7 @@ def _joined(
 
 def _tensor(what: str, value: Any) -> Tensor:
     if isinstance(value, np.ndarray | np.generic):
-        with suppress(TypeError):  # such as dates
+        with suppress(TypeError):  # torch has no such dtype
             value = torch.from_numpy(np.require(value, requirements=("ALIGNED", "WRITEABLE")))
     if not isinstance(value, Tensor):
         raise ValueError(f"{what}: expected a tensor, got {type(value).__name__}")
@@ -523,14 +520,14 @@ def _checked(
         name = tracking.aliases.get(alias, alias)
         if name in tensors:
             raise ValueError(
-                f"{what}: {alias}: expected one tensor for {name} and {alias}, which are tied in "
-                "this model, got two"
+                f"{what}: {name} and {alias} are tied in this model, but separate in the state; "
+                "load the state into a model that does not tie them"
             )
         tensors[name] = _tensor(f"{what}: {alias}", value)
     if left_out := [name for name in tensors if name in tracking.parameters]:
         raise ValueError(
-            f"{what}: expected the parameters that are averaged here, got {left_out[0]} as well; "
-            "choose it, or if it is frozen, create the average with trainable_only=False"
+            f"{what}: {left_out[0]} is not averaged here; include it, or if it is frozen, create "
+            "the average with trainable_only=False"
         )
     check_names(what, tracking.signatures, tensors)
     for name, view in sums.items():
@@ -542,8 +539,8 @@ def _checked(
 def _storage(
     offload: Offload | FolderStorage, device: torch.device | None
 ) -> MemoryStorage | FolderStorage:
-    """Return the storage for an option; `device` is that of the accumulators, if given."""
-    if isinstance(offload, FolderStorage):  # of an average that moves
+    """Return the storage for `offload`. None as `device` is the device of the tensors."""
+    if isinstance(offload, FolderStorage):  # `Accumulators.to` passes it on
         return offload
     if offload is None or offload == "cpu":
         return MemoryStorage(device if offload is None else torch.device("cpu"))

@@ -1,8 +1,9 @@
 """BatchNorm whose running statistics are tail averages, or recomputed from data.
 
 A network is evaluated with statistics averaged over its training batches. With a momentum of 0.1,
-that is about the last nineteen batches, however long the training. Here it is the growing
-exponential: a fraction of the batches so far, at every step.
+these are about the last nineteen batches, however long the training. After `convert_tail_batchnorm`
+the average is the growing exponential, over a fraction of the batches so far at every step.
+`recompute_batchnorm` computes the statistics of averaged weights.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ def convert_tail_batchnorm(model: nn.Module, rule: AnyWindow | Exponential) -> n
     """Make the running statistics of every BatchNorm in `model` average a window of batches.
 
     They follow the growing exponential, `Exponential(rule)`: over the last quarter of all batches
-    so far for `rule=0.25`, over the last hundred for `rule=100`. An empty batch is not counted.
+    so far for `rule=0.25`, over the last hundred for `rule=100`. Empty batches do not count.
 
     Training outputs and the keys of the state dict do not change, so checkpoints load both ways:
     the step is the existing buffer `num_batches_tracked`. Keep the statistics in float32, as
-    autocast does: in 16 bits, an average over hundreds of batches stops moving. A `momentum` that
-    is a number is ignored; `None` keeps torch's meaning, the plain mean, as `update_bn` needs it.
+    autocast does: in 16 bits, an average over hundreds of batches stops changing. A `momentum` that
+    is a number is ignored; `None` keeps torch's meaning, the plain mean, which `update_bn` needs.
 
     The modules remain the same objects; only their class changes. Converting a converted model
-    changes the rule. Modules that track no statistics are left alone, and so are, with a warning,
-    subclasses that are not torch's own and lazy modules that have not seen a batch. Call
-    `SyncBatchNorm.convert_sync_batchnorm` before, if you need it.
+    changes the rule. Modules that track no statistics do not change. Subclasses of torch's classes
+    and lazy modules that have not seen a batch do not change either, and a warning names them. If
+    you need `SyncBatchNorm.convert_sync_batchnorm`, call it before.
 
     Returns:
         The same model.
@@ -51,21 +52,21 @@ def convert_tail_batchnorm(model: nn.Module, rule: AnyWindow | Exponential) -> n
         )
     """
     rule = _exponential(rule)
-    unknown = []
+    unsupported = []
     for name, module in model.named_modules():
         if not _has_statistics(module):
             continue
         tail = _TAIL.get(type(module))
         if tail is None:
-            unknown.append(f"{name or 'model'} ({type(module).__name__})")
+            unsupported.append(f"{name or 'model'} ({type(module).__name__})")
             continue
         converted = cast("_TailBatchNorm", module)
         converted._tail_rule, converted._tail_steps = rule, _steps(rule.window)
         converted.__class__ = tail
-    if unknown:
+    if unsupported:
         warnings.warn(
-            "convert_tail_batchnorm: expected an initialised BatchNorm1d, 2d, 3d or SyncBatchNorm; "
-            f"these keep their own statistics: {', '.join(unknown)}",
+            "convert_tail_batchnorm: only an initialised BatchNorm1d, 2d, 3d or SyncBatchNorm can "
+            f"be converted; these keep torch's statistics: {', '.join(unsupported)}",
             UserWarning,
             stacklevel=2,
         )
@@ -102,24 +103,26 @@ def recompute_batchnorm(
 ) -> None:
     """Replace the running statistics of every BatchNorm in `model` by their mean over `loader`.
 
-    Averaged weights need statistics of their own. This is torch's `update_bn` for more kinds of
-    batches and without its traps. Call it inside `average_parameters()`, while the model holds the
-    averages. If anything raises, the statistics are restored; each module's momentum and training
-    flag and torch's random state always are.
+    Averaged weights need their own statistics: call this inside `average_parameters()`, while the
+    model holds the averages. It replaces torch's `update_bn` and takes more kinds of batches. If
+    anything raises, the statistics are restored. The momentum and training flag of each module and
+    torch's random state are always restored.
 
-    Batches that are empty do not count, and a BatchNorm that no batch reaches in training mode
-    keeps its statistics.
+    Empty batches do not count, and a BatchNorm that no batch reaches in training mode keeps its
+    statistics.
 
     Args:
-        model: The model. As with `update_bn`, it runs as it trains, Dropout included (to leave that
-            out, switch it off in `call`), but without gradients and uncompiled. If it has no
-            BatchNorm, nothing is loaded and nothing happens.
-        loader: Batches, which are moved to the device of the statistics. A dict is passed to the
-            model by keyword; of a tuple or list, the first element; anything else as it is.
-        call: Runs the model on a batch, as `call(model, batch)`, in place of the above.
-        weighted: Whether every element counts the same: the mean and the (unbiased) variance of all
-            batches as if they were one. Otherwise every batch does, as in `update_bn`: the mean of
-            their means and of their variances, which are what the network normalises with.
+        model: The model. As with `update_bn`, it runs in training mode, with Dropout (which `call`
+            can switch off), but without gradients and uncompiled. If it has no BatchNorm, nothing
+            is loaded.
+        loader: Batches, which are moved to the device of the statistics. The model gets the values
+            of a dict by keyword, the first element of a tuple or list, and anything else unchanged.
+        call: A function that runs the model on a batch, as `call(model, batch)`. It gets the batch
+            as the loader returns it.
+        weighted: If True, every element has the same weight: the result is the mean and the
+            (unbiased) variance of all batches as if they were one. If False, every batch has the
+            same weight, as in `update_bn`: the result is the mean of the means and variances with
+            which the network normalises the batches.
 
     Raises:
         ValueError: If the loader has no data.
@@ -158,12 +161,10 @@ def recompute_batchnorm(
                     call(model, batch)
                 batches += 1
         if not any(norm.batches for norm in norms):
-            got = f"{batches} that brought none to a BatchNorm in training mode"
-            raise ValueError(
-                "loader: expected at least one batch with data, got "
-                f"{got if batches else 'none (is it an exhausted iterator?)'}; "
-                "the statistics are unchanged"
-            )
+            problem = "expected at least one batch with data, got none (an exhausted iterator?)"
+            if batches:
+                problem = f"none of {batches} batches brought data to a BatchNorm in training mode"
+            raise ValueError(f"loader: {problem}; the statistics are unchanged")
         for norm in norms:
             norm.write()
     except BaseException:
@@ -173,12 +174,12 @@ def recompute_batchnorm(
     finally:
         for norm in norms:
             norm.stop()
-        for each, flag in training:
-            each.training = flag
+        for module, was_training in training:
+            module.training = was_training
 
 
 class _Statistics:
-    """The statistics of the batches that a BatchNorm gets, from a forward hook."""
+    """The statistics of the batches that reach a BatchNorm, collected by a forward hook."""
 
     def __init__(self, module: _WithStatistics, weighted: bool) -> None:
         self.module = module
@@ -193,16 +194,16 @@ class _Statistics:
         self._hook: RemovableHandle | None = None
 
     def start(self) -> None:
-        """Let the module compute the statistics of the last batch alone, and add them up."""
+        """Make the module compute the statistics of each batch alone, and add them up."""
         self.module.reset_running_stats()
         self.module.momentum = 1.0
         self._hook = self.module.register_forward_hook(self._add, prepend=True)
 
     def _add(self, module: _WithStatistics, _: object, output: Tensor) -> None:
-        """Add the statistics of the batch, which are now those of the module."""
+        """Add the statistics of the batch, which the module has just computed."""
         if not module.training:
             return
-        module.num_batches_tracked.zero_()  # so that a tail takes the next batch alone, too
+        module.num_batches_tracked.zero_()  # so that a tail BatchNorm takes the next batch alone
         elements = output.numel() // output.size(1)
         if _synchronises(module):
             everywhere = torch.tensor(elements, device=output.device)
@@ -213,17 +214,17 @@ class _Statistics:
         # in double precision, where the device has it
         wide = torch.float32 if output.is_mps else torch.float64
         mean, var = module.running_mean.to(wide), module.running_var.to(wide)
-        before, new = self._total, elements if self._weighted else 1
-        self._total += new
+        before, added = self._total, elements if self._weighted else 1
+        self._total += added
         self.batches += 1
-        apart = mean - self._mean
-        self._mean = self._mean + apart * (new / self._total)
-        if self._weighted:  # Chan's formula: within this batch, and between it and those before
-            var = var * (new - 1) + apart.square() * (before * new / self._total)
+        difference = mean - self._mean
+        self._mean = self._mean + difference * (added / self._total)
+        if self._weighted:  # Chan's formula: variance within this batch and between the batches
+            var = var * (added - 1) + difference.square() * (before * added / self._total)
         self._squares = self._squares + var
 
     def write(self) -> None:
-        """Give the module the statistics of all batches; its own if none reached it."""
+        """Write the statistics of all batches, or restore the module's own if there are none."""
         if not self.batches:
             self.restore()
             return
@@ -232,11 +233,11 @@ class _Statistics:
         self.module.num_batches_tracked.fill_(self.batches)
 
     def restore(self) -> None:
-        """Give the module its own statistics back."""
+        """Restore the module's own statistics."""
         torch._foreach_copy_(self._buffers, self._saved)
 
     def stop(self) -> None:
-        """Remove the hook, and give the module its momentum back."""
+        """Remove the hook, and restore the module's momentum."""
         if self._hook is not None:
             self._hook.remove()
         self.module.momentum = self._momentum
@@ -244,20 +245,20 @@ class _Statistics:
 
 @contextmanager
 def _random_state(model: nn.Module) -> Iterator[None]:
-    """Put torch's random state back at the end: that of the CPU and of the model's devices."""
+    """Restore torch's random state on exit, for the CPU and the model's devices."""
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     with torch.random.fork_rng([]):
         states = []
         for device in devices:
             if device.type not in ("cpu", "meta"):
-                generators = torch.get_device_module(device)
-                number = () if device.type == "mps" else (device,)
-                states.append((generators, generators.get_rng_state(*number), number))
+                backend = torch.get_device_module(device)
+                index = () if device.type == "mps" else (device,)
+                states.append((backend, backend.get_rng_state(*index), index))
         try:
             yield
         finally:
-            for generators, state, number in states:
-                generators.set_rng_state(state, *number)
+            for backend, state, index in states:
+                backend.set_rng_state(state, *index)
 
 
 def _run(model: nn.Module, batch: Any, device: torch.device) -> None:
@@ -276,14 +277,17 @@ def _exponential(rule: AnyWindow | Rule) -> Exponential:
         return rule
     if isinstance(rule, Rule):
         raise TypeError(
-            f"rule: a BatchNorm has room for an Exponential only, got {rule}; pass a number, a "
-            "window or Exponential(0.25)"
+            f"rule: a BatchNorm supports only Exponential, got {rule}; pass a number, a window or "
+            "Exponential(0.25)"
         )
     return Exponential(as_window(rule, "rule"))
 
 
 def _steps(window: Window) -> tuple[float, float, float]:
-    """c, and the steps between which the window is ct; a fixed one is all until it is full."""
+    """Return c, and the first and the last step at which the window is c t.
+
+    A fixed window has c = 1 until it is full.
+    """
     c, most = (1.0, float(window.k)) if isinstance(window, Fixed) else (window.c, window.most)
     return c, 1.0 / c, most / c
 
@@ -299,7 +303,7 @@ def _has_statistics(module: nn.Module) -> TypeGuard[_WithStatistics]:
 
 
 def _synchronises(module: nn.Module) -> TypeGuard[nn.SyncBatchNorm]:
-    """Whether the statistics of a batch are those of several processes."""
+    """Return whether the statistics of a batch come from several processes."""
     return (
         isinstance(module, nn.SyncBatchNorm)
         and torch.distributed.is_available()
@@ -322,7 +326,7 @@ _scripting = torch.jit.is_scripting  # type: ignore[attr-defined]
 class _TailBatchNorm(_BatchNorm):
     """A BatchNorm whose running statistics follow the growing exponential.
 
-    TorchScript compiles it, too: so there are no annotations here that it does not know.
+    TorchScript compiles this class too, so it has only annotations that TorchScript knows.
     """
 
     if TYPE_CHECKING:
@@ -333,7 +337,7 @@ class _TailBatchNorm(_BatchNorm):
         """Normalise; in training, also add the batch to the running statistics."""
         if not _scripting():  # noqa: SIM102
             if isinstance(input, fx.Proxy) and input.tracer.root is not self:
-                # one call in the graph, as of torch's own
+                # one call in the graph, as for torch's own classes
                 name = input.tracer.path_of_module(self)
                 return input.tracer.create_proxy("call_module", name, (input,), {})
         mean, var, count = self.running_mean, self.running_var, self.num_batches_tracked
@@ -341,7 +345,9 @@ class _TailBatchNorm(_BatchNorm):
             return self._normalise(input, mean, var)
         if not self.track_running_stats or mean is None or var is None or count is None:
             return self._normalise(input, None, None)
-        if _scripting():  # torch's own update, which it does not see: it freezes nothing written to
+        if _scripting():
+            # batch_norm updates the statistics: TorchScript does not see that write, and freezes
+            # only tensors to which it sees no write
             output = self._normalise(input, mean, var, float(self._weight(count)))
             count.add_(int(self._has_data(input)))
             return output
@@ -350,30 +356,30 @@ class _TailBatchNorm(_BatchNorm):
         if self._has_data(input):
             weight = self._weight(count).to(mean.dtype)
             new = [mean.lerp(new_mean, weight), var.lerp(new_var, weight), count + 1]
-            # one call, so that an interrupt comes before it or after it
+            # one call, so that an interrupt comes before or after all of it
             torch._foreach_copy_([mean, var, count], new)
         return output
 
     def _weight(self, count: Tensor) -> Tensor:
-        """The weight of a batch after `count` others, `rule.weight(count + 1)`.
+        """Return the weight of a batch after `count` others, `rule.weight(count + 1)`.
 
-        Tensor arithmetic, so that nothing waits for the device and compilers see one graph; and
-        little of it: k_t = c u_t, where u_t is t, but at least 1/c and at most what the cap allows.
+        This is tensor arithmetic, so that nothing waits for the device and compilers see one graph.
+        The window is k_t = c u_t, where u_t is t, but at least 1/c and at most cap/c.
         """
         before = count.to(torch.float32 if count.is_mps else torch.float64)
         if self.momentum is None:
             return 1.0 / (before + 1.0)
         c, first, last = self._tail_steps
         if count.is_mps:
-            last = min(last, 2.0**24)  # where float32 stops counting: a fixed window from there
+            last = min(last, 2.0**24)  # float32 counts no further: a fixed window from there
         old, new = before.clamp(first, last), (before + 1.0).clamp(first, last)
-        excess = 1.0 - c * (new - old)  # over k_t, of the k_{t-1} before and this one
+        excess = 1.0 - c * (new - old)  # k_{t-1} + 1 - k_t, the samples that leave the window
         return (1.0 + (old * excess / new).sqrt()) / (1.0 + c * old)
 
     def _normalise(
         self, x: Tensor, mean: Tensor | None, var: Tensor | None, weight: float = 1.0
     ) -> Tensor:
-        """The output. In training, adds the statistics of this batch to `mean` and `var`."""
+        """Return the output. In training, add this batch to `mean` and `var` with `weight`."""
         self._check_input_dim(x)  # type: ignore[no-untyped-call]
         batch = self.training or mean is None
         return F.batch_norm(x, mean, var, self.weight, self.bias, batch, weight, self.eps)
@@ -382,38 +388,38 @@ class _TailBatchNorm(_BatchNorm):
         return x.numel() > 0
 
     def extra_repr(self) -> str:
-        """Show the rule, too."""
+        """Return the arguments that torch shows, and the rule."""
         plain = super().extra_repr()  # type: ignore[no-untyped-call]
         return f"{plain}, rule={self._tail_rule}"
 
 
 class TailBatchNorm1d(_TailBatchNorm, nn.BatchNorm1d):
-    """What `convert_tail_batchnorm` makes of a `BatchNorm1d`."""
+    """A `BatchNorm1d` after `convert_tail_batchnorm`."""
 
 
 class TailBatchNorm2d(_TailBatchNorm, nn.BatchNorm2d):
-    """What `convert_tail_batchnorm` makes of a `BatchNorm2d`."""
+    """A `BatchNorm2d` after `convert_tail_batchnorm`."""
 
 
 class TailBatchNorm3d(_TailBatchNorm, nn.BatchNorm3d):
-    """What `convert_tail_batchnorm` makes of a `BatchNorm3d`."""
+    """A `BatchNorm3d` after `convert_tail_batchnorm`."""
 
 
 class TailSyncBatchNorm(_TailBatchNorm, nn.SyncBatchNorm):
-    """What `convert_tail_batchnorm` makes of a `SyncBatchNorm`."""
+    """A `SyncBatchNorm` after `convert_tail_batchnorm`."""
 
     def _normalise(
         self, x: Tensor, mean: Tensor | None, var: Tensor | None, weight: float = 1.0
     ) -> Tensor:
         """Use torch's own forward, which knows when and how to synchronise."""
-        twin = object.__new__(nn.SyncBatchNorm)  # which shares all else: this one stays as it is
+        twin = object.__new__(nn.SyncBatchNorm)  # shares everything else; `self` does not change
         count = torch.zeros((), dtype=torch.long)
         buffers = {"running_mean": mean, "running_var": var, "num_batches_tracked": count}
         twin.__dict__ = self.__dict__ | {"_buffers": self._buffers | buffers, "momentum": weight}
         return nn.SyncBatchNorm.forward(twin, x)
 
     def _has_data(self, x: Tensor) -> bool:
-        return x.numel() > 0 or _synchronises(self)  # another process has, then
+        return x.numel() > 0 or _synchronises(self)  # if so, another process has data
 
 
 _TAIL: dict[type[nn.Module], type[_TailBatchNorm]] = {

@@ -1,4 +1,4 @@
-"""Tensors in a `.safetensors` file, which is written completely or not at all."""
+"""Write tensors to a `.safetensors` file: `ParameterAverage.save_averaged`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["write_safetensors"]
 
 
 def write_safetensors(path: str | os.PathLike[str], tensors: Mapping[str, Any]) -> None:
-    """Write tensors to a file. A tensor with several names is written for each.
+    """Write tensors to a file, atomically. A tensor is written once for each of its names.
 
-    While it writes, main memory holds the bytes of the file as well as the tensors.
+    During the call, main memory holds the bytes of the file as well as the tensors.
 
     Raises:
         TypeError: If the format does not support a value; nothing is written.
@@ -31,7 +31,7 @@ def write_safetensors(path: str | os.PathLike[str], tensors: Mapping[str, Any]) 
         _check(name, tensor)
         value = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
         storage = value.untyped_storage().data_ptr()
-        # the package refuses tensors that share memory
+        # safetensors refuses tensors that share memory
         written[name] = value.clone() if storage in storages else value
         storages.add(storage)
     with whole_file(path) as file:

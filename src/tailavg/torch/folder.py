@@ -1,4 +1,7 @@
-"""Blocks in the files of a folder: `offload=folder`. See `tailavg.torch.storage`."""
+"""Means of blocks, and weights that a swap saves, in the files of a folder: `offload=folder`.
+
+The classes have the methods of those in `tailavg.torch.storage`; read that first.
+"""
 
 from __future__ import annotations
 
@@ -24,21 +27,21 @@ from tailavg.torch.storage import Layout, dtype_name
 
 __all__ = ["FileBlock", "FolderStorage"]
 
-_ALIGNED = 16  # bytes: the largest number, a complex128
+_ALIGNMENT = 16  # bytes: the size of the largest number, a complex128
 
 
 class FolderStorage:
-    """Blocks in the files of a folder, which no other average may use meanwhile.
+    """Blocks in the files of a folder, which is locked: only one average can use it at a time.
 
-    Every block is a safetensors file and is written once. If several processes train together, each
-    has a folder of its own inside. The files are removed with the average; those of a process that
-    was killed are removed when the folder is used again.
+    Each block is a safetensors file, which is written once. In distributed training, each process
+    has its own subfolder. The files are removed with the average; files of a killed process are
+    removed when the folder is used again.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(os.path.realpath(path))
-        together = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if together and torch.distributed.get_world_size() > 1:
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if distributed and torch.distributed.get_world_size() > 1:
             self.path /= f"rank-{torch.distributed.get_rank()}"
         self.path.mkdir(parents=True, exist_ok=True)
         lock = ExitStack()
@@ -47,7 +50,7 @@ class FolderStorage:
         except InUseError as error:
             raise InUseError(
                 EBUSY,
-                "offload: another average uses this folder; choose another one",
+                "offload: another average uses this folder; choose another folder",
                 str(self.path),
             ) from error
         self._process, self._files = os.getpid(), set[Path]()
@@ -61,10 +64,10 @@ class FolderStorage:
         return FileBlock(self, layouts)
 
     def copies(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """See `MemoryStorage`. The copies are in a file, which is gone when they are."""
-        sizes = [-(-tensor.nbytes // _ALIGNED) * _ALIGNED for tensor in tensors]
+        """See `MemoryStorage`. The copies are in an unlinked file, which is freed with them."""
+        sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
         starts = list(accumulate(sizes, initial=0))
-        with self.new_file("saved", max(starts[-1], _ALIGNED)) as file:
+        with self.new_file("saved", max(starts[-1], _ALIGNMENT)) as file:
             data = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
             self.remove(Path(file.name))
         return [
@@ -73,11 +76,11 @@ class FolderStorage:
         ]
 
     def new_file(self, kind: str, size: int) -> BinaryIO:
-        """Create a file with room for so many bytes."""
+        """Create a file, and allocate `size` bytes for it on disk."""
         if os.getpid() != self._process:
             raise RuntimeError(
                 f"offload: the files in {self.path} belong to the process that made the average; "
-                "a fork of that process may read them, but not update the average"
+                "a forked process can read the average, but not update it"
             )
         path = self.path / f"{kind}-{secrets.token_hex(8)}.tailavg"
         self._files.add(path)
@@ -93,9 +96,9 @@ class FolderStorage:
         return file
 
     def remove(self, path: Path) -> None:
-        """Remove a file; a saved state that links it keeps its own name for it."""
+        """Remove a file. Saved states that hard-link the file keep their link."""
         if os.getpid() == self._process:
-            with suppress(OSError):  # what is not removed now is removed with the average
+            with suppress(OSError):  # a file that stays is removed with the average
                 path.unlink(missing_ok=True)
                 self._files.discard(path)
 
@@ -107,7 +110,7 @@ class FolderStorage:
 
 
 def _close(files: set[Path], lock: ExitStack, process: int) -> None:
-    if os.getpid() == process:  # and not a fork of it
+    if os.getpid() == process:  # not in a forked process
         for path in files:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
@@ -116,7 +119,7 @@ def _close(files: set[Path], lock: ExitStack, process: int) -> None:
 
 
 def _allocate(file: BinaryIO, size: int) -> None:
-    """Give a file its size, and its room on disk: a write to mapped memory cannot fail."""
+    """Allocate a file on disk: on a full disk, a write to mapped memory crashes the process."""
     try:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, size)
@@ -130,7 +133,7 @@ def _allocate(file: BinaryIO, size: int) -> None:
 
 
 class FileBlock:
-    """The mean of a block in a safetensors file. There is no file while it has no values."""
+    """The mean of a block in a safetensors file. A block without values has no file."""
 
     def __init__(self, folder: FolderStorage, layouts: Sequence[Layout]) -> None:
         self._folder = folder
@@ -147,11 +150,11 @@ class FileBlock:
         sizes = [layout.size * layout.dtype.itemsize for layout in layouts]
         *self._starts, self._size = accumulate(sizes, initial=len(self._header))
         self.path: Path | None = None
-        self._file: BinaryIO | None = None  # while it is written
+        self._file: BinaryIO | None = None  # while the block is written
         self._stamp: tuple[int, ...] = ()
 
     def flats(self) -> list[Tensor]:
-        """See `MemoryBlock`. Raise an OSError that names the file if it was changed."""
+        """See `MemoryBlock`. Raise an OSError that names the file if the file was changed."""
         if self.path is None:  # NumPy's zeros take no memory until they are written to
             return [
                 torch.from_numpy(np.zeros(layout.size, dtype_name(layout.dtype)))
@@ -165,7 +168,7 @@ class FileBlock:
                     "create a new average",
                     str(self.path),
                 )
-            # what is written into these tensors does not change the file, which others may link
+            # copy-on-write: the file must not change, since saved states may link it
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         return [
             torch.frombuffer(data, dtype=layout.dtype, count=layout.size, offset=start)
@@ -207,6 +210,6 @@ class FileBlock:
 
 
 def _stamp(file: BinaryIO) -> tuple[int, ...]:
-    """Return what changes if a file does."""
+    """Return the identity, size and time of a file: they differ after a change."""
     status = os.fstat(file.fileno())
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

@@ -18,13 +18,13 @@ Tensors = tuple[Tensor, ...] | list[Tensor]
 
 @dataclass(frozen=True)
 class GrowingMultiAvgFn:
-    """Objects, unlike closures, can be copied and sent to other processes."""
+    """A class, since a closure cannot be pickled."""
 
     rule: Exponential
 
     @torch.no_grad()
     def __call__(self, averaged: Tensors, current: Tensors, updates: Tensor | int) -> None:
-        if _is_averaged(averaged[0]):  # all have the same dtype
+        if _is_averaged(averaged[0]):  # torch groups the tensors by dtype
             torch._foreach_lerp_(averaged, current, self.rule.weight(int(updates) + 1))
         else:
             torch._foreach_copy_(averaged, current)
@@ -42,11 +42,11 @@ class GrowingAvgFn:
 
 
 def growing_multi_avg_fn(window: AnyWindow) -> Callable[[Tensors, Tensors, Tensor | int], None]:
-    """A `multi_avg_fn` for `torch.optim.swa_utils.AveragedModel`.
+    """Return a `multi_avg_fn` for `torch.optim.swa_utils.AveragedModel`.
 
-    The average is `Exponential(window)`: after every update it has the variance of a mean over the
-    window. Integer buffers, which `use_buffers=True` passes as well, are copied. What it returns
-    can be copied and pickled, as `ddp_spawn` does.
+    The average is `Exponential(window)`: after every update, it has the variance of a mean over the
+    window. With `use_buffers=True`, integer buffers are copied. The function can be copied and
+    pickled, as `ddp_spawn` requires.
 
     Examples:
         >>> from torch.optim.swa_utils import AveragedModel
@@ -58,10 +58,10 @@ def growing_multi_avg_fn(window: AnyWindow) -> Callable[[Tensors, Tensors, Tenso
 
 
 def growing_avg_fn(window: AnyWindow) -> Callable[[Tensor, Tensor, Tensor | int], Tensor]:
-    """An `avg_fn`: the same as `growing_multi_avg_fn`, one tensor at a time.
+    """Return an `avg_fn`: the same as `growing_multi_avg_fn`, but for one tensor at a time.
 
     Examples:
-        >>> average = growing_avg_fn(1.0)  # all updates so far: 3, and this one
+        >>> average = growing_avg_fn(1.0)  # all updates: three so far, and this one
         >>> average(torch.tensor([1.0]), torch.tensor([5.0]), 3)
         tensor([2.])
     """

@@ -1,4 +1,8 @@
-"""`AveragedModel`: a module that holds the averaged weights, like torch's own."""
+"""`AveragedModel`: a module that holds the averaged weights, like torch's own.
+
+`update_parameters` only adds to the accumulators. The average is written into the module when the
+module is read: see `_catch_up`.
+"""
 
 from __future__ import annotations
 
@@ -25,21 +29,21 @@ __all__ = ["AveragedModel"]
 class AveragedModel(CountedUpdates, Module):
     """A drop-in for `torch.optim.swa_utils.AveragedModel`: a copy of a model with tail averages.
 
-    Call `update_parameters(model)` after each step of the optimizer, then call this like the model.
-    The average is computed on demand: by `module`, `forward`, `parameters()` and `state_dict()`. A
-    module that you took from `averaged.module` before an update is stale after it: ask
-    `averaged.module` again. Before the first update the copy has the weights of the original.
+    Call `update_parameters(model)` after each step of the optimizer. Call the averaged model like
+    the model itself. The average is computed on demand: by `module`, `forward`, `parameters()` and
+    `state_dict()`. A reference to `averaged.module` is stale after the next update: read
+    `averaged.module` again. Before the first update, the copy has the weights of the model.
 
     Args:
         model: The model to copy. Sharded models cannot be copied: use `ParameterAverage`.
         rule: A number, a window or a rule with a window, as in `ParameterAverage`.
         device: Where to keep the copy and the accumulators; by default with the model.
-        use_buffers: Torch's name for `buffers="average"`, and if False, for not doing so.
+        use_buffers: Torch's option: True means `buffers="average"`, False any other `buffers`.
         buffers: `"copy"`: the copy has the buffers of the model at the last update; `"average"`:
-            floating point buffers are averaged as well; `"skip"`: it keeps those that it has.
+            floating point buffers are averaged as well; `"skip"`: the copy keeps its own.
         update_every: Count only every n-th call of `update_parameters`.
-        offload: Where to keep all of the average but its sum, as in `ParameterAverage`.
-        avg_fn, multi_avg_fn: Torch's functions, which the rule replaces: an error says by which.
+        offload: Where to keep the means, as in `ParameterAverage`.
+        avg_fn, multi_avg_fn: Torch's options, replaced by `rule`. An error names the rule to use.
 
     Examples:
         >>> model = torch.nn.Linear(1, 1, bias=False)
@@ -73,40 +77,38 @@ class AveragedModel(CountedUpdates, Module):
         super().__init__()
         if rule is None or avg_fn is not None or multi_avg_fn is not None:
             raise TypeError(
-                "AveragedModel needs a rule in place of torch's functions, as in "
-                "AveragedModel(model, 0.25): for get_ema_avg_fn(decay), "
-                "rule=Exponential.from_decay(decay); for the equal average of get_swa_avg_fn(), "
-                "rule=1.0"
+                "AveragedModel needs a rule instead of avg_fn or multi_avg_fn, as in "
+                "AveragedModel(model, 0.25); rule=Exponential.from_decay(decay) replaces "
+                "get_ema_avg_fn(decay), and rule=1.0 replaces get_swa_avg_fn()"
             )
         rule = as_training_rule(rule, stacklevel=6)
         if isinstance(rule, AnyTail):
             raise TypeError(
-                "rule: expected one with a window, since a module has one set of weights, got "
-                f"{rule}; use ParameterAverage to read any window"
+                f"rule: {rule} has no window of its own, but a module has only one set of weights; "
+                "pass a rule with a window, or read any window with ParameterAverage"
             )
         if any(map(is_sharded, model.parameters())):
             raise TypeError(
-                "model: expected one that can be copied, got a sharded one; use ParameterAverage, "
-                "which makes no copy"
+                "model: a sharded model cannot be copied; use ParameterAverage, which makes no copy"
             )
         if buffers is None:
             buffers = "average" if use_buffers else "copy"
         elif use_buffers is not None and use_buffers != (buffers == "average"):
             raise ValueError(
-                "use_buffers: expected True with buffers='average' and False otherwise, got "
-                f"{use_buffers!r} with buffers={buffers!r}; leave use_buffers out"
+                f"use_buffers={use_buffers!r} contradicts buffers={buffers!r}; leave out "
+                "use_buffers"
             )
         self.use_buffers = buffers == "average"
         self._count_calls(update_every)
-        Tracking(model, buffers=buffers)  # refuses shared memory, which a copy does not show
+        Tracking(model, buffers=buffers)  # raises on shared memory, which a copy separates
         module = deepcopy(unwrap(model))
         if device is not None:
             module.to(device)
         self._target = Tracking(module, buffers=buffers)
         self._accumulators = Accumulators(rule, self._target.locals, torch.float32, device, offload)
         self._source: Tracking | None = None
-        self._shown = 0  # the count at which the module got the average
-        self._not_averaged: dict[str, Tensor] = {}  # values to copy into the module then
+        self._written_count = 0  # the count when the average was last written into the module
+        self._not_averaged: dict[str, Tensor] = {}  # values to copy into the module
         self.module = module
         self.register_buffer("n_averaged", torch.tensor(0, dtype=torch.long, device=device))
 
@@ -114,8 +116,7 @@ class AveragedModel(CountedUpdates, Module):
     def update_parameters(self, model: Module) -> None:
         """Take the model's current parameters as one sample.
 
-        The model may come in a wrapper without tensors of its own, under which it has the same
-        names.
+        The model may be inside a wrapper, such as DDP, that has no tensors of its own.
         """
         if self._skips_call():
             return
@@ -131,40 +132,40 @@ class AveragedModel(CountedUpdates, Module):
         self._accumulators.add(finish)
 
     def _bind(self, model: Module) -> Tracking:
-        """Take samples from this model from now on."""
+        """Take samples from this model from now on: the source model."""
         self._target.refresh(self._move)
         source = self._target.of(model)
-        if source.apart:
-            alias, name, _ = source.apart[0]
+        if source.untied:
+            alias, name, _ = source.untied[0]
             raise ValueError(
-                f"model: {alias}: expected the same tensor as {name}, as in the averaged "
-                "model, got another one"
+                f"model: {alias} and {name} are tied in the averaged model, but not in this one; "
+                "tie them again, or create a new AveragedModel"
             )
-        self._source = None  # until all tensors are bound
+        self._source = None  # in case binding is interrupted
         self._accumulators.bind(source.locals)
         self._source = source
         return source
 
     @outside_autograd
     def _catch_up(self) -> None:
-        """Write the average and the buffers into the module, unless it has them."""
-        self._accumulators.require_whole()
-        if self._shown == self.count:
+        """Write the average and the buffers into the module, unless it has them already."""
+        self._accumulators.require_complete()
+        if self._written_count == self.count:
             return
         source = self._source
         frozen = source.frozen() if source is not None and source.is_current() else {}
         self._target.refresh(self._move)
         self._accumulators.write(self._accumulators.clock.terms(), self._target.locals, frozen)
-        mine = self._target.tensors
+        targets = self._target.tensors
         for name, value in self._not_averaged.items():
-            mine[name].copy_(value)
-        self._shown = self.count
+            targets[name].copy_(value)
+        self._written_count = self.count
         self._not_averaged = {}
 
-    # Every way to read the module.
+    # Every way to read the module calls `_catch_up`.
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The averaged model's output."""
+        """Return the output of the averaged model."""
         return self.module(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -173,60 +174,60 @@ class AveragedModel(CountedUpdates, Module):
         return super().__getattr__(name)
 
     def named_children(self) -> Iterator[tuple[str, Module]]:
-        """As in `torch.nn.Module`; `children`, `apply` and `train` call this."""
+        """Yield the children by name; `children`, `apply` and `train` call this."""
         self._catch_up()
         return super().named_children()
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Module]]:
-        """As in `torch.nn.Module`; `modules`, `parameters` and `buffers` call this."""
+        """Yield the modules by name; `modules`, `parameters` and `buffers` call this."""
         self._catch_up()
         modules: Iterator[tuple[str, Module]] = super().named_modules(*args, **kwargs)
         return modules
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The averaged model under `module.`, `n_averaged`, and all that a resume needs."""
+        """Return the averaged model under `module.`, `n_averaged`, and the state to resume from."""
         self._catch_up()
         return super().state_dict(*args, **kwargs)
 
     def get_extra_state(self) -> dict[str, Any]:
-        """The state of the average, in the layout of `tailavg.io.state`."""
+        """Return the state of the average, in the layout of `tailavg.io.state`."""
         return self._accumulators.state_dict(self._target.averaged)
 
     @outside_autograd
     def set_extra_state(self, state: Any) -> None:
-        """Resume from a state of the average; None stands for one that is loaded later."""
+        """Resume from a state of the average. None is ignored: the state is loaded later."""
         try:
             if state is not None:
                 self._accumulators.loaded(state, self._target)()
-                self._shown = self.count
+                self._written_count = self.count
         finally:
-            self.n_averaged.fill_(self.count)  # torch may have loaded another one
+            self.n_averaged.fill_(self.count)  # torch may have overwritten it
 
     @outside_autograd
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Resume from what `state_dict` saved, or change nothing and say why.
+        """Resume from a state that `state_dict` returned. If it does not fit, nothing changes.
 
         Raises:
-            ValueError: If another class saved it, or with another rule.
+            ValueError: If another class returned the state, or if its rule differs.
             RuntimeError: As in `torch.nn.Module.load_state_dict`.
         """
         if state_dict.get("_extra_state") is None:
             raise ValueError(
-                "state_dict: it has no state of an average, as if torch's own AveragedModel saved "
-                "it; expected one from tailavg.torch.AveragedModel. To start a new average from "
-                "these weights, load them into the model and call update_parameters"
+                "state_dict: no state of an average found; was it saved by torch's own "
+                "AveragedModel? Load one that tailavg.torch.AveragedModel saved. To start a new "
+                "average from these weights, load them into the model and call update_parameters"
             )
-        if self._accumulators.whole:
-            self._catch_up()  # so that all that may have to be put back is in the module
+        if self._accumulators.complete:
+            self._catch_up()  # a failed load restores the module to what it holds now
         self._target.refresh()
         resume = self._accumulators.loaded(
-            state_dict["_extra_state"], self._target, self._show_loaded
+            state_dict["_extra_state"], self._target, self._mark_loaded
         )
-        before = self._accumulators.clock
+        clock_before = self._accumulators.clock
         weights = OrderedDict(state_dict)
-        weights["_extra_state"] = None  # later
+        weights["_extra_state"] = None  # `resume` loads it
         if "n_averaged" in weights:
             weights["n_averaged"] = self.n_averaged.clone()
         if hasattr(state_dict, "_metadata"):  # the versions of modules
@@ -237,18 +238,18 @@ class AveragedModel(CountedUpdates, Module):
             self._target.refresh()
             resume()
         except BaseException:
-            if self._accumulators.clock is before:  # otherwise all is loaded, or broken
+            if self._accumulators.clock is clock_before:  # otherwise it is loaded, or incomplete
                 saved.restore()
             raise
         return keys
 
-    def _show_loaded(self) -> None:
-        """Note that the module has the weights of the state that was loaded."""
-        self._shown = self.count
+    def _mark_loaded(self) -> None:
+        """Record that the module has the weights of the loaded state."""
+        self._written_count = self.count
         self.n_averaged.fill_(self.count)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the module: this itself would be compiled again after every update."""
+        """Compile `module`; the averaged model would be compiled again after every update."""
         self.module.compile(*args, **kwargs)
 
     @outside_autograd
@@ -264,6 +265,6 @@ class AveragedModel(CountedUpdates, Module):
         self._source = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the model of the last update out of copies and pickles."""
+        """Leave the source model out of copies and pickles."""
         self._catch_up()
         return self.__dict__ | {"_source": None}

@@ -1,4 +1,8 @@
-"""`ParameterAverage`: the average of a model's weights while it trains."""
+"""`ParameterAverage`: the average of a model's weights during training.
+
+It combines `Tracking` (which tensors are averaged), `Accumulators` (their sums and means) and
+`SavedWeights` (the training weights during a swap).
+"""
 
 from __future__ import annotations
 
@@ -37,7 +41,7 @@ __all__ = ["ParameterAverage", "Selection"]
 
 
 class Selection(NamedTuple):
-    """What `ParameterAverage.select_tail` found."""
+    """The result of `ParameterAverage.select_tail`."""
 
     window: Reading
     """The best window."""
@@ -48,7 +52,7 @@ class Selection(NamedTuple):
 
 
 def default_windows(shortest: float) -> list[float]:
-    """Eight fractions from the shortest to 1, evenly spaced on a log scale, to two digits.
+    """Return eight fractions from the shortest to 1, evenly spaced on a log scale, to two digits.
 
     Examples:
         >>> default_windows(0.1)
@@ -61,30 +65,32 @@ def default_windows(shortest: float) -> list[float]:
 class ParameterAverage(CountedUpdates):
     """The tail average of a model's parameters.
 
-    Call `update()` after each step of the optimizer, or `attach` it once; evaluate inside
-    `average_parameters()`. The model is not copied. The average holds the accumulators of the rule
-    (three for an `AnytimeWindow`) and one sum, and a copy of the weights during a swap.
+    Call `update()` after each step of the optimizer, or `attach` the average to the optimizer once.
+    Evaluate inside `average_parameters()`. The model is not copied. The average holds one sum and
+    the accumulators of the rule (three for an `AnytimeWindow`), and during a swap a copy of the
+    weights.
 
     Args:
-        model: A module, pairs of names and tensors, or tensors alone, which go by their order. DDP,
-            `torch.compile` and activation checkpointing are seen through. Tied parameters, by name
-            or by memory, are kept once.
+        model: A module, pairs of names and tensors, or tensors alone, which are told apart by their
+            order. The wrappers of DDP, `torch.compile` and activation checkpointing do not change
+            the names. Tied parameters, by name or by memory, are kept once.
         rule: A number (an int n for the last n updates, a float in (0, 1] for the last fraction of
             them), a window or a rule.
         dtype: The lowest precision of the accumulators; those of float64 parameters are float64.
         device: Where to keep the accumulators; by default with their parameters.
         include: The names to average: a glob pattern, several, or a function of the name.
-        exclude: The names not to average. Outputs have those tensors unchanged from the model.
+        exclude: The names not to average. Outputs take these tensors from the model.
         buffers: `"copy"`: outputs have the model's buffers, and a swap restores them afterwards;
             `"average"`: floating point buffers are averaged like parameters; `"skip"`: swaps and
             `copy_to` leave buffers alone.
         trainable_only: Whether to leave out parameters that are frozen (`requires_grad` is False)
-            when the average is created. Outputs have them unchanged from the model. If one is
-            trained later, the next update raises an error.
+            when the average is created. Outputs take them from the model. If one is trained later,
+            the next update raises an error.
         update_every: Count only every n-th call of `update`. The window is in counted updates.
-        start_after: Ignore so many calls of `update` at first; `update_every` applies to the rest.
-        offload: Where to keep all but the sum: `"cpu"` for main memory, or a folder for files in
-            it. Results are bit-identical either way.
+        start_after: Ignore this many calls of `update` at first; `update_every` applies to the
+            later ones.
+        offload: Where to keep the means, and the training weights during a swap: `"cpu"` for main
+            memory, or a folder for files in it. Results are bit-identical either way.
 
     Examples:
         >>> model = torch.nn.Linear(1, 1, bias=False)
@@ -126,8 +132,8 @@ class ParameterAverage(CountedUpdates):
         )
         if not self._tracking.averaged:
             raise ValueError(
-                "expected at least one floating point tensor to average, got none; include and "
-                "exclude choose them by name, and trainable_only=False takes frozen parameters too"
+                "model: no floating point tensor to average; check include and exclude, or pass "
+                "trainable_only=False to average frozen parameters too"
             )
         self._accumulators = Accumulators(rule, self._tracking.locals, dtype, device, offload)
         self._saved: SavedWeights | None = None  # the training weights, during a swap
@@ -143,7 +149,7 @@ class ParameterAverage(CountedUpdates):
         """
         if self._attached:
             raise RuntimeError(
-                "update: the average is attached to an optimizer, and this step would count twice; "
+                "update: the average is attached to an optimizer, so this step would count twice; "
                 "remove this call, or call remove() on the handle that attach() returned"
             )
         self._update()
@@ -183,14 +189,14 @@ class ParameterAverage(CountedUpdates):
         """
         if self._attached:
             raise RuntimeError(
-                "attach: the average is attached already, and every step would count twice; call "
+                "attach: the average is attached already, so every step would count twice; call "
                 "remove() on its handle first"
             )
         inner: Any = optimizer
         while inner is not None:
             try:
                 handle: RemovableHandle = inner.register_step_post_hook(self._after_step)
-            except AttributeError:  # of a wrapper, such as that of accelerate
+            except AttributeError:  # a wrapper, such as accelerate's
                 inner = getattr(inner, "optimizer", None)
             else:
                 trained = [p for group in inner.param_groups for p in group["params"]]
@@ -218,17 +224,17 @@ class ParameterAverage(CountedUpdates):
 
     @property
     def swapped(self) -> bool:
-        """Whether the training weights are saved, so that the model may have the averages."""
+        """Whether the training weights are saved, and the model may hold the averages."""
         return self._saved is not None
 
     # Evaluation.
 
     @contextmanager
     def average_parameters(self, window: Reading | None = None) -> Iterator[None]:
-        """A context in which the model has the averaged parameters; an `AnyTail` needs a window.
+        """Put the averages into the model inside a context; an `AnyTail` needs a window.
 
-        On exit, even after an exception, the model gets its own parameters and buffers back, bit
-        for bit. So BatchNorm statistics may be recomputed inside.
+        On exit, even after an exception, the model's own parameters and buffers are restored
+        bit-identically. So BatchNorm statistics may be recomputed inside.
         """
         self._require_an_update("average_parameters")
         self._require_training_weights("average_parameters")
@@ -249,12 +255,13 @@ class ParameterAverage(CountedUpdates):
     ) -> Selection:
         """Find the window of an `AnyTail` that makes the best model.
 
-        The training weights come back, even after an exception.
+        The training weights are restored, even after an exception.
 
         Args:
-            evaluate: Called once for each window, with its averages in the model; returns a score.
+            evaluate: A function that returns a score. It is called once for each window, while the
+                model holds the averages over that window.
             windows: The windows to try; by default eight fractions from the shortest to 1.
-            best: Picks from the scores: `min` for a loss, `max` for an accuracy.
+            best: A function that picks the best score: `min` for a loss, `max` for an accuracy.
 
         Examples:
             >>> from tailavg import AnyTail
@@ -263,39 +270,42 @@ class ParameterAverage(CountedUpdates):
             >>> for step in range(100):
             ...     _ = torch.nn.init.constant_(model.weight, min(step, 60))
             ...     average.update()
-            >>> found = average.select_tail(lambda: abs(60 - model.weight.item()), [0.2, 0.4, 0.8])
-            >>> found.window, round(found.score, 3)
+            >>> best = average.select_tail(lambda: abs(60 - model.weight.item()), [0.2, 0.4, 0.8])
+            >>> best.window, round(best.score, 3)
             (0.2, 0.0)
         """
         self._require_an_update("select_tail")
         if windows is None:
             if not isinstance(self.rule, AnyTail):
                 raise ValueError(
-                    f"select_tail: expected an AnyTail to choose from, got {self.rule}"
+                    f"select_tail: {self.rule} has only one window; average with AnyTail()"
                 )
             windows = default_windows(self.rule.shortest)
-        chosen = list(windows)
-        if not chosen:
+        candidates = list(windows)
+        if not candidates:
             raise ValueError("select_tail: expected at least one window, got none")
-        for window in chosen:  # check all of them before the first evaluation
+        for window in candidates:  # check all of them before the first evaluation
             self._accumulators.clock.terms(window)
         scores: list[tuple[Reading, float]] = []
-        for window in chosen:
+        for window in candidates:
             with self.average_parameters(window):
                 score = evaluate()
                 scores.append(
                     (window, float(score.detach() if isinstance(score, Tensor) else score))
                 )
-        finite = [score for _, score in scores if not math.isnan(score)]
-        if not finite:
+        numbers = [score for _, score in scores if not math.isnan(score)]
+        if not numbers:
             raise ValueError(
-                f"select_tail: expected a number for at least one of {chosen}, got NaN for all"
+                f"select_tail: evaluate() returned NaN for each of {candidates}; it has to return "
+                "a number for at least one"
             )
-        score = best(finite)
-        for window, tried in scores:
-            if tried == score:
-                return Selection(window, score, scores)
-        raise ValueError(f"best: expected a function that picks one of {finite}, got {score!r}")
+        best_score = best(numbers)
+        for window, score in scores:
+            if score == best_score:
+                return Selection(window, best_score, scores)
+        raise ValueError(
+            f"best: expected a function that returns one of {numbers}, got {best_score!r}"
+        )
 
     @outside_autograd
     def store(self) -> None:
@@ -307,7 +317,7 @@ class ParameterAverage(CountedUpdates):
 
     @outside_autograd
     def restore(self) -> None:
-        """Give the model back the parameters that `store` saved."""
+        """Restore the parameters that `store` saved."""
         if self._saved is None:
             raise RuntimeError("restore: nothing is stored; call store() first")
         self._saved.restore()
@@ -320,10 +330,11 @@ class ParameterAverage(CountedUpdates):
 
     @outside_autograd
     def copy_to(self, model: Source | None = None, window: Reading | None = None) -> None:
-        """Write the averages into this model, permanently, or into another one like it.
+        """Write the averages into the averaged model, permanently, or into another model.
 
-        Another model also gets everything that is not averaged, including buffers unless skipped.
-        If the average was made from tensors without names, another model's tensors go by order.
+        The other model needs tensors of the same names and shapes. It also gets everything that is
+        not averaged, including buffers unless they are skipped. If the average was made from
+        tensors without names, the tensors of the other model are matched by their order.
         """
         self._require_an_update("copy_to")
         terms = self._accumulators.clock.terms(window)
@@ -331,22 +342,22 @@ class ParameterAverage(CountedUpdates):
         if model is None:
             self._write(terms)
             return
-        mine, other = self._tracking, self._tracking.of(model)
-        copied = mine.parameters | mine.output_buffers
-        into = {name: other.tensors[name] for name in (*mine.averaged, *copied)}
-        apart = [(name, tensor) for _, name, tensor in other.apart if name in into]
+        source, target = self._tracking, self._tracking.of(model)
+        copied = source.parameters | source.output_buffers
+        into = {name: target.tensors[name] for name in (*source.averaged, *copied)}
+        untied = [(name, tensor) for _, name, tensor in target.untied if name in into]
         names: dict[int, str] = {}
-        for name, tensor in (*into.items(), *apart):
+        for name, tensor in (*into.items(), *untied):
             first = names.setdefault(id(tensor), name)
             if first != name:
                 raise ValueError(
                     f"model: {first} and {name} are one tensor in this model, but not in the "
                     "averaged one, so it cannot hold both averages; clone() one of them"
                 )
-        self._accumulators.write(terms, other.locals, mine.frozen())
+        self._accumulators.write(terms, target.locals, source.frozen())
         for name, tensor in copied.items():
             local(into[name]).copy_(local(tensor))
-        for name, tensor in apart:
+        for name, tensor in untied:
             local(tensor).copy_(local(into[name]))
 
     # Export.
@@ -357,7 +368,7 @@ class ParameterAverage(CountedUpdates):
     ) -> dict[str, Any]:
         """Return the state dict of the averaged model, with the keys of `model.state_dict()`.
 
-        Its tensors are new. They have `dtype`, or by default the dtypes of the parameters, and are
+        The tensors are new. They have `dtype`, or by default the dtypes of the parameters, and are
         sharded like the parameters.
         """
         self._require_an_update("averaged_state_dict")
@@ -365,43 +376,42 @@ class ParameterAverage(CountedUpdates):
         self._tracking.refresh(self._accumulators.bind)
         tracking = self._tracking
 
-        def kind(tensor: Tensor) -> torch.dtype:
+        def output_dtype(tensor: Tensor) -> torch.dtype:
             return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
         shards = {
-            name: torch.empty_like(tensor, dtype=kind(tensor), requires_grad=False)
+            name: torch.empty_like(tensor, dtype=output_dtype(tensor), requires_grad=False)
             for name, tensor in tracking.locals.items()
         }
         self._accumulators.write(terms, shards, tracking.frozen())
         averages = {name: sharded_like(shards[name], x) for name, x in tracking.averaged.items()}
-        made: dict[int, Tensor] = {}  # the output for each tensor of the model
+        outputs: dict[int, Tensor] = {}  # by the id of the tensor in the model
         for name, average in averages.items():
-            made |= {id(tensor): average for tensor in tracking.objects[name]}
-        known = {id(tensor) for tensors in tracking.objects.values() for tensor in tensors}
+            outputs |= {id(tensor): average for tensor in tracking.objects[name]}
+        tracked = {id(tensor) for tensors in tracking.objects.values() for tensor in tensors}
         state = tracking.state_dict()
         for key, value in state.items():
             if not isinstance(value, Tensor):
                 continue
             name = tracking.aliases.get(key, "")
-            if id(value) not in made and name in averages:  # a hook returned another tensor
+            if id(value) not in outputs and name in averages:  # a hook returned another tensor
                 state[key] = averages[name]
                 continue
-            if id(value) not in made:
-                made_by_hook = not name and id(value) not in known and value.is_floating_point()
-                if made_by_hook and not key.endswith("_extra_state"):
+            if id(value) not in outputs:
+                from_hook = not name and id(value) not in tracked and value.is_floating_point()
+                if from_hook and not key.endswith("_extra_state"):
                     raise ValueError(
-                        f"averaged_state_dict: {key} is not one of the model's own tensors, but "
-                        "made from them by state_dict(); call model.state_dict() inside "
-                        "average_parameters() instead"
+                        f"averaged_state_dict: {key} is not a tensor of the model: state_dict() "
+                        "computed it; call model.state_dict() inside average_parameters() instead"
                     )
-                made[id(value)] = value.detach().to(kind(value), copy=True)
-            state[key] = made[id(value)]
+                outputs[id(value)] = value.detach().to(output_dtype(value), copy=True)
+            state[key] = outputs[id(value)]
         return state
 
     def full_state_dict(
         self, dtype: torch.dtype | None = None, window: Reading | None = None
     ) -> dict[str, Any]:
-        """`averaged_state_dict` with full tensors in main memory, for export.
+        """Return `averaged_state_dict` with unsharded tensors in main memory, for export.
 
         The tensors of a sharded model are gathered one by one: every process must call this.
         """
@@ -418,7 +428,7 @@ class ParameterAverage(CountedUpdates):
         dtype: torch.dtype | None = None,
         window: Reading | None = None,
     ) -> None:
-        """Write the averaged model to a `.safetensors` file, whole or not at all.
+        """Write the averaged model to a `.safetensors` file, atomically.
 
         If the model is sharded, every process must call this, and rank 0 writes.
         """
@@ -431,11 +441,11 @@ class ParameterAverage(CountedUpdates):
 
     @outside_autograd
     def state_dict(self) -> dict[str, Any]:
-        """The complete state, in the layout of `tailavg.io.state`.
+        """Return the complete state, in the layout of `tailavg.io.state`.
 
-        As in torch, its tensors are those of the average itself, not copies: save them before the
-        next update. `torch.save`, `torch.load(weights_only=True)` and, for sharded models,
-        `torch.distributed.checkpoint` all handle it.
+        As in torch, its tensors are not copies: save them before the next update. The state works
+        with `torch.save`, `torch.load(weights_only=True)` and, for sharded models,
+        `torch.distributed.checkpoint`.
         """
         self._require_training_weights("state_dict")
         self._tracking.refresh(self._accumulators.bind)
@@ -443,11 +453,11 @@ class ParameterAverage(CountedUpdates):
 
     @outside_autograd
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from what `state_dict` saved, as if the run had never stopped.
+        """Resume from a state that `state_dict` returned, as if the run had never stopped.
 
         Raises:
             ValueError: If the rule, the dtype, or the names or shapes of tensors differ; it says
-                which, and nothing changes.
+                which, and the average does not change.
         """
         self._require_training_weights("load_state_dict")
         self._tracking.refresh(self._accumulators.bind)
@@ -455,12 +465,12 @@ class ParameterAverage(CountedUpdates):
 
     @outside_autograd
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the complete state to a folder, completely or not at all.
+        """Write the complete state to a folder, atomically.
 
         The folder has `state.json`, a safetensors file for each closed block, and
-        `open.safetensors` for the rest. With `offload` to a folder on the same file system, the
-        files of closed blocks, which never change, are linked instead of written. Each saved folder
-        is complete by itself; an older one of that name is replaced in one step.
+        `open.safetensors` for the open block and the sum. With `offload` to a folder on the same
+        file system, the files of closed blocks, which never change, are hard-linked instead of
+        written. Each saved folder is self-contained; an older one at `path` is replaced.
 
         Raises:
             TypeError: If the model is sharded; `torch.distributed.checkpoint` saves `state_dict()`.
@@ -477,10 +487,10 @@ class ParameterAverage(CountedUpdates):
         write_folder(path, self.state_dict(), as_array, self._accumulators.files())
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Resume from what `save` wrote, or NumPy's `TailAverage.save`.
+        """Resume from a folder of `save`, or from a file of NumPy's `TailAverage.save`.
 
         Raises:
-            ValueError: As `load_state_dict`, or if a file is missing or damaged; nothing changes.
+            ValueError: As `load_state_dict`, or if a file is missing or damaged.
         """
         self.load_state_dict(read(path))
 
@@ -490,9 +500,9 @@ class ParameterAverage(CountedUpdates):
         device: torch.device | str | int | torch.dtype | None = None,
         dtype: torch.dtype | None = None,
     ) -> ParameterAverage:
-        """Move the accumulators to a device, or to another precision, or both.
+        """Move the accumulators to a device, another dtype, or both, in-place.
 
-        As in torch, a dtype may come first. In place.
+        As in torch, a dtype may be the first argument.
         """
         self._require_training_weights("to")
         if isinstance(device, torch.dtype):
@@ -506,13 +516,13 @@ class ParameterAverage(CountedUpdates):
         return f"<ParameterAverage({self.rule}): {self.count} updates of {tensors} tensors>"
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles."""
-        self._require_training_weights("copy")  # a copy could not tell whose they are
+        """Return the attributes for copies and pickles, but not during a swap."""
+        self._require_training_weights("copy")
         return self.__dict__
 
     def _require_training_weights(self, call: str) -> None:
         if self._saved is not None:
             raise RuntimeError(
-                f"{call}: the training weights are put aside; leave average_parameters() or call "
-                "restore() first"
+                f"{call}: not possible during a swap; leave average_parameters() or call restore() "
+                "first"
             )

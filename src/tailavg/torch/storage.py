@@ -1,9 +1,9 @@
-"""Where the means of blocks are kept, and weights during a swap: in memory, or in files.
+"""Memory for the means of blocks, and for the weights that a swap saves.
 
-An update touches only the sum, which is always beside the model. Merges and reads touch the means
-of blocks, so these may be elsewhere: in main memory while the model is on an accelerator, or in
-files (`tailavg.torch.folder`). They are computed by the same operations everywhere, so results are
-bit-identical.
+`Accumulators` and `SavedWeights` use it, or `tailavg.torch.folder`, which keeps the same in files.
+An update changes only the sum, which is not kept here. Only merges and reads need the means, so
+the means may be in main memory while the model is on an accelerator, or in files. The operations
+are the same everywhere, so results are bit-identical.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ __all__ = ["Layout", "MemoryBlock", "MemoryStorage", "Slice", "dtype_name"]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype, which is NumPy's name, too."""
+    """Return the name of a dtype, as in NumPy."""
     return str(dtype).removeprefix("torch.")
 
 
 class Slice(NamedTuple):
-    """Where a tensor lies in a flat tensor, with its axes in this order, the slowest first."""
+    """The place of a tensor in a flat tensor, and its axes in memory order, slowest first."""
 
     start: int
     stop: int
@@ -42,7 +42,7 @@ class Slice(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """A flat tensor: its dtype and device, and the tensors that lie in it side by side."""
+    """The layout of a flat tensor: its dtype and device, and the places of tensors in it."""
 
     size: int
     dtype: torch.dtype
@@ -65,7 +65,7 @@ class MemoryBlock:
 
     @contextmanager
     def rewritten(self) -> Iterator[MemoryBlock]:
-        """Yield the block to `store` another mean in: this one, or a new one in its place."""
+        """Yield the block in which to `store` a new mean: this block, or one that replaces it."""
         yield self
 
     def store(self, layout: int, start: int, values: Tensor) -> None:
@@ -73,11 +73,11 @@ class MemoryBlock:
         self._flats[layout][start : start + len(values)].copy_(values)
 
     def clear(self) -> None:
-        """Give up the values."""
+        """Discard the values."""
 
 
 class MemoryStorage:
-    """Blocks in memory: on one device, or where the sums are."""
+    """Blocks in memory: on `device`, or by default on the device of the sums."""
 
     def __init__(self, device: torch.device | None) -> None:
         self._device = device
@@ -88,7 +88,7 @@ class MemoryStorage:
 
     def _zeros(self, layout: Layout) -> Tensor:
         device = self._device or layout.device
-        # an accelerator copies faster to and from pinned memory
+        # copies between pinned memory and an accelerator are faster
         pinned = device.type == "cpu" != layout.device.type
         return torch.zeros(layout.size, dtype=layout.dtype, device=device, pin_memory=pinned)
 

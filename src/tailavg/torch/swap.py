@@ -1,4 +1,7 @@
-"""The weights of a model, saved while it holds others."""
+"""`SavedWeights`: a model's weights, saved while the model holds other weights.
+
+`ParameterAverage` uses it for swaps, `AveragedModel` to undo a load that failed.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ __all__ = ["SavedWeights", "forked_rng"]
 
 
 class SavedWeights:
-    """Copies of a model's tensors, and of where its modules hold them.
+    """Copies of a model's tensors, and of the dicts in which its modules hold them.
 
     Created per swap and dropped once everything is restored, so an interrupted restore can be
     repeated.
@@ -43,7 +46,7 @@ class SavedWeights:
         self._copies = storage.copies(self._memory)
 
     def restore(self) -> None:
-        """Write all values back, also into tensors that were replaced or moved meanwhile."""
+        """Write all values back, also if tensors were replaced or moved meanwhile."""
         if self._memory:
             torch._foreach_copy_(self._memory, self._copies)
         self._tracking.reshard()
@@ -52,11 +55,11 @@ class SavedWeights:
                 if slots.get(name) is not tensor:  # it was replaced meanwhile
                     slots[name] = tensor
         for tensor, memory in self._tensors:
-            now = local(tensor)
-            if now.shape != memory.shape:
-                now.data = memory
-            elif now.data_ptr() != memory.data_ptr() or now.stride() != memory.stride():
-                now.copy_(memory)  # it moved to another device or dtype, and stays there
+            current = local(tensor)
+            if current.shape != memory.shape:
+                current.data = memory
+            elif current.data_ptr() != memory.data_ptr() or current.stride() != memory.stride():
+                current.copy_(memory)  # it was moved to another device or dtype, and stays there
 
 
 def forked_rng(device: torch.device) -> AbstractContextManager[None]:

@@ -1,4 +1,7 @@
-"""Which tensors of a model are averaged, by name, and a cheap check that they are the same."""
+"""`Tracking`: which tensors of a model are averaged, and a cheap check that they are the same.
+
+Both averages use it: `is_current` or `refresh` before each sample, `of` for another model.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ _PLACE = (Tensor.data_ptr, Tensor.stride, attrgetter("nbytes"))  # where a tenso
 
 
 def outside_autograd(call: Call) -> Call:
-    """Run without gradients; tensors made inside also work outside `torch.inference_mode`."""
+    """Return a function that runs without gradients, and outside `torch.inference_mode`."""
     return torch.inference_mode(False)(torch.no_grad()(call))
 
 
@@ -55,19 +58,19 @@ def unwrap(model: Module) -> Module:
         if isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
             model = model.module
         elif isinstance(model, compiled):
-            inside: Any = model
-            model = inside._orig_mod
+            wrapper: Any = model
+            model = wrapper._orig_mod
         else:
             return model
 
 
 def _imported(module: str, name: str) -> Any:
-    """Return a class for isinstance; () if its module is not imported: then it has no instances."""
+    """Return a class for `isinstance`; () if its module is not imported, so no instance exists."""
     return getattr(sys.modules.get(module), name, ())
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether this is a DTensor."""
+    """Return whether this is a DTensor."""
     return isinstance(tensor, _imported("torch.distributed.tensor", "DTensor"))
 
 
@@ -77,7 +80,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def is_frozen(tensor: Tensor) -> bool:
-    """Whether this is a parameter that does not train. (Of a plain tensor nobody said so.)"""
+    """Return whether this is a parameter that does not train. Plain tensors do not count."""
     return not tensor.requires_grad and isinstance(tensor, Parameter)
 
 
@@ -85,20 +88,20 @@ def sharded_like(shard: Tensor, like: Tensor) -> Tensor:
     """Return the DTensor that a shard belongs to if `like` is one, otherwise the shard."""
     if not is_sharded(like):
         return shard
-    whole: Any = like
-    made: Tensor = type(whole).from_local(
-        _alone(shard),
-        whole.device_mesh,
-        whole.placements,
+    dtensor: Any = like
+    sharded: Tensor = type(dtensor).from_local(
+        _with_own_storage(shard),
+        dtensor.device_mesh,
+        dtensor.placements,
         run_check=False,
-        shape=whole.shape,
-        stride=whole.stride(),
+        shape=dtensor.shape,
+        stride=dtensor.stride(),
     )
-    return made
+    return sharded
 
 
-def _alone(view: Tensor) -> Tensor:
-    """Return the same memory as a storage of its own: otherwise a DTensor cannot be saved."""
+def _with_own_storage(view: Tensor) -> Tensor:
+    """Return the same memory with a storage of its own, as saving a DTensor requires."""
     start, size = view.storage_offset() * view.itemsize, view.numel() * view.itemsize
     if not start:
         return view
@@ -111,22 +114,22 @@ def _walk(module: Module, prefix: str = "") -> Iterator[tuple[str, Module]]:
     module = unwrap(module)
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError(
-            f"model: {prefix[:-1] or 'the model'}: expected a module of Python, got a "
-            f"{type(module).__name__}, which holds its tensors elsewhere; average the model that "
-            "it was made from, or pass its named_parameters() to ParameterAverage"
+            f"model: {prefix[:-1] or 'the model'}: expected a Python module, got a "
+            f"{type(module).__name__}; average the model that it was compiled from, or pass its "
+            "named_parameters() to ParameterAverage"
         )
     yield prefix, module
     hooked = module.state_dict(keep_vars=True) if module._state_dict_hooks else {}
     for name, child in module._modules.items():
         if child is not None:
-            seen_through = hooked and _leaves_out(hooked, name, child)
-            yield from _walk(child, prefix if seen_through else f"{prefix}{name}.")
+            unnamed = hooked and _omits_name(hooked, name, child)
+            yield from _walk(child, prefix if unnamed else f"{prefix}{name}.")
 
 
-def _leaves_out(state: Mapping[str, Any], name: str, child: Module) -> bool:
-    """Whether a module's state dict has the tensors of a child without the name of the child.
+def _omits_name(state: Mapping[str, Any], name: str, child: Module) -> bool:
+    """Return whether a module's state dict omits the name of a child from its keys.
 
-    So it is in wrappers such as that of activation checkpointing, which remove it in a hook.
+    Wrappers such as that of activation checkpointing remove the name in a hook.
     """
     tensors = child.state_dict(keep_vars=True)
     return bool(tensors) and all(
@@ -140,7 +143,7 @@ class Tracking:
 
     A tensor with several names is listed under the first; `aliases` maps every name to that one.
     Tensors that are the same view of the same memory count as one; `objects` has all of them. An
-    averaged tensor that shares memory in any other way is refused. Expanded and sparse tensors,
+    averaged tensor that shares memory in any other way is an error. Expanded and sparse tensors,
     which cannot be written to, appear only in `aliases` and `objects`.
     """
 
@@ -170,14 +173,14 @@ class Tracking:
             "trainable_only": trainable_only,
         }
         self.module: Module | None = None
-        self.unnamed = False  # the names are numbers
+        self.unnamed = False  # whether the tensors came without names
         if isinstance(source, Module):
             self.module = unwrap(source)
         else:
             self._given, self.unnamed = _given(source)
         self._fsdp: list[Any] = []
         self.signatures: dict[str, Signature] = {}
-        self.apart: list[tuple[str, str, Tensor]] = []  # see `of`
+        self.untied: list[tuple[str, str, Tensor]] = []  # see `of`
         self._look()
         self.signatures = {name: _signature(tensor) for name, tensor in self.averaged.items()}
 
@@ -199,13 +202,12 @@ class Tracking:
         self.reshard()
         self.aliases, self.objects = {}, {}
         first: dict[Any, str] = {}
-        trains = set(self.signatures)  # what is averaged is averaged for good
+        trains = set(self.signatures)  # averaged tensors stay averaged
         not_buffers: set[str] = set()
         for alias, tensor, is_buffer in self._tensors():
             if is_lazy(tensor):
                 raise ValueError(
-                    f"{alias}: expected a tensor with a shape, got an uninitialised one; "
-                    "run a batch through the model first"
+                    f"{alias}: the tensor is not initialised; run a batch through the model first"
                 )
             name = self.aliases[alias] = first.setdefault(_identity(tensor), alias)
             objects = self.objects.setdefault(name, [])
@@ -226,17 +228,17 @@ class Tracking:
                 _check_values(name, tensor)
                 if not writable:
                     raise ValueError(
-                        f"{name}: expected a tensor with its own memory for each element, got an "
-                        "expanded one; exclude it, or call contiguous() on it"
+                        f"{name}: the tensor is expanded, so its elements share memory; exclude "
+                        "it, or call contiguous() on it"
                     )
                 self.averaged[name] = tensor
             elif writable:
                 (self.parameters if name in not_buffers else self.buffers)[name] = tensor
-        for one, other in _overlaps(self.objects):
-            if one in self.averaged or other in self.averaged:
+        for name, overlapping in _overlaps(self.objects):
+            if name in self.averaged or overlapping in self.averaged:
                 raise ValueError(
-                    f"{one} and {other} share part of their memory, so they cannot be averaged; "
-                    "clone() one of them, or exclude both"
+                    f"{name} and {overlapping} share part of their memory, so they cannot be "
+                    "averaged; clone() one of them, or exclude both"
                 )
         self.locals = {name: local(tensor) for name, tensor in self.averaged.items()}
         self._watch()
@@ -254,13 +256,15 @@ class Tracking:
                 raise TypeError(f"{option}: expected patterns or a function, got {choice!r}")
             matches = {name for name in self.aliases if fnmatchcase(name, pattern)}
             if not matches:
-                some = next(iter(self.aliases))
-                raise ValueError(f"{option}: {pattern!r} matches no name; one name is {some!r}")
+                example = next(iter(self.aliases))
+                raise ValueError(
+                    f"{option}: {pattern!r} matches no tensor; names look like {example!r}"
+                )
             chosen |= matches
         return chosen
 
     def _watch(self) -> None:
-        """Remember what `is_current` compares. Tensors are kept alive, so that ids stay unique."""
+        """Save what `is_current` compares. Keeping the tensors alive keeps their ids unique."""
         watched = [tensor for name in self.averaged for tensor in self.objects[name]]
         self._sharded = [tensor for tensor in watched if is_sharded(tensor)]
         self._shards = [local(tensor) for tensor in self._sharded]
@@ -284,11 +288,11 @@ class Tracking:
         return chain.from_iterable(map(dict.values, chain(self.slots, self._children)))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Let a copy look for its own tensors, which are at other places."""
+        """Leave the ids out, so that a copy looks for its own tensors."""
         return self.__dict__ | {"_ids": None}
 
     def is_current(self) -> bool:
-        """Whether the model still has the same tensors at the same places in memory.
+        """Return whether the model still has the same tensors at the same places in memory.
 
         This compares every tensor, at about 250 ns each. It notices `layer.weight = …`, a new
         submodule, `load_state_dict(assign=True)`, `parameter.data = …` and `model.to(…)`.
@@ -302,29 +306,29 @@ class Tracking:
         )
 
     def refresh(self, then: Callable[[Mapping[str, Tensor]], None] | None = None) -> None:
-        """Look again if the model changed, and call `then` with the tensors to average.
+        """Look again if the model changed; then call `then` with the tensors to average.
 
         Raises:
-            ValueError: If names, shapes or ties differ; nothing changes.
+            ValueError: If names, shapes or ties differ. This object does not change.
         """
         if self.is_current():
             return
         new = copy(self)
         new._look()
         for alias, name in new.aliases.items():
-            was = self.aliases.get(alias, name)
-            if was != name and was in self.signatures:
-                expected = "memory of its own" if was == alias else f"the memory of {was}"
-                got = "its own" if name == alias else f"that of {name}"
+            old_name = self.aliases.get(alias, name)
+            if old_name != name and old_name in self.signatures:
+                before = "had its own memory" if old_name == alias else f"was tied to {old_name}"
+                now = "has its own memory" if name == alias else f"is tied to {name}"
                 raise ValueError(
-                    f"model: {alias}: expected {expected}, as at first, got {got}; an average goes "
-                    "on only while the same tensors are tied"
+                    f"model: {alias} {before} when the average was created, and {now} now; tie "
+                    "the same tensors as before, or create a new average"
                 )
         if thawed := [name for name in new.averaged if name in self.parameters]:
             raise ValueError(
-                f"model: {_listed(thawed)}: expected frozen parameters, as when the average was "
-                "created, got ones that train; create the average with trainable_only=False if "
-                "some are to be trained later, or create another one now"
+                f"model: parameters that were frozen when the average was created now train: "
+                f"{_listed(thawed)}; create a new average, with trainable_only=False if frozen "
+                "parameters are to be trained later"
             )
         check_names("model", self.signatures, new.averaged)
         if then is not None:
@@ -345,7 +349,7 @@ class Tracking:
 
     @property
     def output_buffers(self) -> dict[str, Tensor]:
-        """The buffers that belong to an output, and to a swap."""
+        """The buffers that outputs contain and swaps restore."""
         return {} if self._options["buffers"] == "skip" else self.buffers
 
     def frozen(self) -> dict[str, Tensor]:
@@ -366,9 +370,9 @@ class Tracking:
     def of(self, model: Source) -> Tracking:
         """Track another model's tensors under the names of this one.
 
-        The other model may be inside a wrapper without tensors of its own. If this one was made
-        from names and tensors, only those names count. What is one tensor here and several there is
-        in `apart`.
+        The other model may be inside a wrapper without tensors of its own. If this object was made
+        from names and tensors, only those names count. Tensors that are tied here, but not in the
+        other model, are in `untied` of the result.
 
         Raises:
             ValueError: If names or shapes differ.
@@ -376,23 +380,24 @@ class Tracking:
         if self.unnamed and isinstance(model, Module):
             model = model.parameters()
         other = Tracking(model, **self._options)
-        mine, theirs = self.tensors, other.tensors
+        tensors, theirs = self.tensors, other.tensors
         theirs = {alias: theirs[name] for alias, name in other.aliases.items() if name in theirs}
         if self.module is not None:
-            theirs = _without_prefix(theirs, next(iter(mine), ""))
+            theirs = _without_prefix(theirs, next(iter(tensors), ""))
         if self.module is not None or self.unnamed:
             _check_unexpected("model", self.aliases, theirs)
-        same: dict[str, Tensor] = {}
+        matched: dict[str, Tensor] = {}
         for alias, name in self.aliases.items():
-            if name in mine and alias in theirs:
+            if name in tensors and alias in theirs:
                 tensor = theirs[alias]
-                check_names("model", {alias: _signature(mine[name])}, {alias: tensor})
-                if same.setdefault(name, tensor) is not tensor:
-                    other.apart.append((alias, name, tensor))
-        check_names("model", {name: _signature(tensor) for name, tensor in mine.items()}, same)
-        other.averaged = {name: same[name] for name in self.averaged}
-        other.parameters = {name: same[name] for name in self.parameters}
-        other.buffers = {name: same[name] for name in self.buffers}
+                check_names("model", {alias: _signature(tensors[name])}, {alias: tensor})
+                if matched.setdefault(name, tensor) is not tensor:
+                    other.untied.append((alias, name, tensor))
+        signatures = {name: _signature(tensor) for name, tensor in tensors.items()}
+        check_names("model", signatures, matched)
+        other.averaged = {name: matched[name] for name in self.averaged}
+        other.parameters = {name: matched[name] for name in self.parameters}
+        other.buffers = {name: matched[name] for name in self.buffers}
         other.locals = {name: local(tensor) for name, tensor in other.averaged.items()}
         return other
 
@@ -403,23 +408,23 @@ class Tracking:
 
 
 def _without_prefix(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-    """Return tensors without the prefix that all have, and with which one of them is `name`."""
+    """Return tensors without their common prefix, if one name is that prefix + `name`."""
     for alias in tensors:
         prefix = alias.removesuffix(name)
         if f".{alias}".endswith(f".{name}") and all(x.startswith(prefix) for x in tensors):
-            return {other.removeprefix(prefix): tensor for other, tensor in tensors.items()}
+            return {key.removeprefix(prefix): tensor for key, tensor in tensors.items()}
     return dict(tensors)
 
 
 def _given(source: Any) -> tuple[dict[str, Tensor], bool]:
-    """Return tensors by name, and whether they came without names: these are numbers then."""
+    """Return tensors by name, and whether they came without: then their names are numbers."""
     items = list(source.items() if isinstance(source, Mapping) else source)
     unnamed = not isinstance(source, Tensor) and all(isinstance(item, Tensor) for item in items)
     if unnamed:
         return {str(i): tensor for i, tensor in enumerate(items)}, True
     tensors: dict[str, Tensor] = {}
     for item in items:
-        kinds = [type(part).__name__ for part in item] if isinstance(item, tuple | list) else []
+        kinds = [type(x).__name__ for x in item] if isinstance(item, tuple | list) else []
         if not (len(kinds) == 2 and isinstance(item[0], str) and isinstance(item[1], Tensor)):
             got = f"a pair of {kinds[0]} and {kinds[1]}" if len(kinds) == 2 else type(item).__name__
             raise TypeError(
@@ -427,29 +432,29 @@ def _given(source: Any) -> tuple[dict[str, Tensor], bool]:
                 f"a list of tensors, got {got}"
             )
         if tensors.setdefault(item[0], item[1]) is not item[1]:
-            raise ValueError(f"{item[0]}: expected each name once, got two tensors with it")
+            raise ValueError(f"{item[0]}: two tensors have this name; names must be unique")
     return tensors, False
 
 
 def _address(tensor: Tensor) -> int:
-    """Return where the elements of a tensor, or of its shard, are; 0 if nowhere."""
-    here = local(tensor)
-    if here.layout is not torch.strided or not here.numel():
+    """Return the address of the elements of a tensor, or of its shard; 0 if there are none."""
+    shard = local(tensor)
+    if shard.layout is not torch.strided or not shard.numel():
         return 0
     try:
-        return here.data_ptr()
-    except RuntimeError:  # of a subclass that holds several tensors
+        return shard.data_ptr()
+    except RuntimeError:  # a subclass that holds several tensors
         return 0
 
 
 def _identity(tensor: Tensor) -> Any:
-    """Return what tensors have in common if they are the same view of the same memory."""
+    """Return a key that is equal for tensors that are the same view of the same memory."""
     if not (address := _address(tensor)):
         return id(tensor)
-    here = local(tensor)
-    steps = tuple(step for n, step in zip(here.shape, here.stride(), strict=True) if n > 1)
-    flags = here.is_conj(), here.is_neg()
-    return here.device, address, tensor.shape, here.shape, steps, here.dtype, flags
+    shard = local(tensor)
+    steps = tuple(step for n, step in zip(shard.shape, shard.stride(), strict=True) if n > 1)
+    flags = shard.is_conj(), shard.is_neg()
+    return shard.device, address, tensor.shape, shard.shape, steps, shard.dtype, flags
 
 
 def _overlaps(objects: Mapping[str, Sequence[Tensor]]) -> Iterator[tuple[str, str]]:
@@ -457,22 +462,22 @@ def _overlaps(objects: Mapping[str, Sequence[Tensor]]) -> Iterator[tuple[str, st
     views: dict[tuple[torch.device, int], list[tuple[str, Any]]] = {}  # by device and storage
     for name, (tensor, *_) in objects.items():
         if address := _address(tensor):
-            here = local(tensor)
+            shard = local(tensor)
             interface = {
                 "version": 3,
-                "shape": tuple(here.shape),
-                "strides": tuple(step * here.itemsize for step in here.stride()),
-                "typestr": f"|V{here.itemsize}",
+                "shape": tuple(shard.shape),
+                "strides": tuple(step * shard.itemsize for step in shard.stride()),
+                "typestr": f"|V{shard.itemsize}",
                 "data": (address, True),
             }
-            # an array at the addresses of the tensor: NumPy compares them, and reads nothing
+            # an array at the tensor's addresses, which may be on a device: NumPy only compares them
             array = np.asarray(SimpleNamespace(__array_interface__=interface))
-            storage = here.device, here.untyped_storage().data_ptr()
+            storage = shard.device, shard.untyped_storage().data_ptr()
             views.setdefault(storage, []).append((name, array))
     for group in views.values():
-        for (one, array), (other, another) in combinations(group, 2):
-            if np.shares_memory(array, another):
-                yield one, other
+        for (name, array), (other_name, other_array) in combinations(group, 2):
+            if np.shares_memory(array, other_array):
+                yield name, other_name
 
 
 def _is_expanded(tensor: Tensor) -> bool:
@@ -481,14 +486,14 @@ def _is_expanded(tensor: Tensor) -> bool:
 
 def _signature(tensor: Tensor) -> Signature:
     """Return the shape of a tensor, the shape of its shard, and the kind of its numbers."""
-    kind = "complex" if tensor.is_complex() else "real" if tensor.is_floating_point() else "whole"
+    kind = "complex" if tensor.is_complex() else "real" if tensor.is_floating_point() else "integer"
     return tensor.shape, local(tensor).shape, kind
 
 
 def check_names(what: str, expected: Mapping[str, Signature], got: Mapping[str, Tensor]) -> None:
     """Raise a ValueError that names the missing, unexpected or misshapen tensors."""
     if missing := [name for name in expected if name not in got]:
-        raise ValueError(f"{what}: expected {_listed(missing)}, got none of that name")
+        raise ValueError(f"{what}: missing {_listed(missing)}, which the average has")
     _check_unexpected(what, expected, got)
     for name, signature in expected.items():
         *shapes, kind = _signature(got[name])
@@ -506,19 +511,19 @@ def check_names(what: str, expected: Mapping[str, Signature], got: Mapping[str, 
 def _check_unexpected(what: str, expected: Iterable[str], got: Iterable[str]) -> None:
     if unexpected := [name for name in got if name not in expected]:
         raise ValueError(
-            f"{what}: expected only the original names, got {_listed(unexpected)} as well"
+            f"{what}: unexpected {_listed(unexpected)}, which the average does not have"
         )
 
 
 def _check_values(what: str, tensor: Tensor) -> None:
     """Raise a ValueError unless the values of a tensor can be read and written."""
-    here = local(tensor)
-    if here.is_meta:
+    shard = local(tensor)
+    if shard.is_meta:
         raise ValueError(f"{what}: expected a tensor with values, got one on the meta device")
-    if here.layout is not torch.strided:
-        raise ValueError(f"{what}: expected a dense tensor, got one of layout {here.layout}")
-    if "float4" in str(here.dtype):
-        raise ValueError(f"{what}: expected numbers that torch can add, got {here.dtype}")
+    if shard.layout is not torch.strided:
+        raise ValueError(f"{what}: expected a dense tensor, got one of layout {shard.layout}")
+    if "float4" in str(shard.dtype):
+        raise ValueError(f"{what}: torch cannot add tensors of {shard.dtype}; exclude it")
 
 
 def _listed(names: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""What both averages share: which calls count, and the weight of each counted update."""
+"""What `ParameterAverage` and `AveragedModel` share: which updates count, and their weights."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ __all__ = ["CountedUpdates", "has_trained"]
 def has_trained(optimizer: Optimizer) -> bool:
     """Return whether the step that the optimizer has just taken counts.
 
-    With a gradient scaler, a fused optimizer decides by itself to skip a step. And
-    `torch.distributed.checkpoint.state_dict` creates the state of an optimizer by a step in which
-    all learning rates and gradients are 0.
+    Two kinds of steps do not count. With a gradient scaler, a fused optimizer skips steps itself.
+    And `torch.distributed.checkpoint.state_dict` creates the state of an optimizer with a step in
+    which all learning rates and gradients are 0.
     """
     skipped = getattr(optimizer, "found_inf", None)
     if skipped is not None and skipped.item():
         return False
     groups = optimizer.param_groups
-    if any(group.get("lr", 0.0) != 0 for group in groups):  # not every group has one
+    if any(group.get("lr", 0.0) != 0 for group in groups):  # not every group has a learning rate
         return True
     return any(_is_nonzero(p.grad) for group in groups for p in group["params"])
 
 
 @outside_autograd
 def _is_nonzero(gradient: Tensor | None) -> bool:
-    """Return whether a gradient has an element other than 0; of a DTensor, in any process."""
+    """Return whether a gradient has a nonzero element; for a DTensor, in any process."""
     if gradient is None:
         return False
-    total: Any = gradient.abs().sum()  # NaN is not 0
+    total: Any = gradient.abs().sum()  # NaN is nonzero
     return bool((total.full_tensor() if is_sharded(total) else total) != 0)
 
 
@@ -50,14 +50,14 @@ class CountedUpdates:
     _update_call = ""  # what to call, for error messages
 
     def _count_calls(self, update_every: int, start_after: int = 0) -> None:
-        """Count every n-th call only, after some that are ignored."""
+        """Count every `update_every`-th call, after `start_after` calls that are ignored."""
         self._every = positive_int(update_every, "update_every")
         self._start = positive_int(start_after, "start_after", least=0)
 
     def _skips_call(self) -> bool:
-        """Return whether this call does not count, and remember it if so."""
+        """Return whether this call does not count; if so, add it to the skipped calls."""
         accumulators = self._accumulators
-        # before the first sample, `calls` includes those that are ignored
+        # before the first sample, `calls` includes the calls that `start_after` ignores
         due = self._every if accumulators.clock.count else self._start + self._every
         if accumulators.calls + 1 < due:
             accumulators.calls += 1
@@ -65,7 +65,7 @@ class CountedUpdates:
         return False
 
     def _require_an_update(self, call: str) -> None:
-        self._accumulators.require_whole()
+        self._accumulators.require_complete()
         if not self.count:
             due = self._start + self._every
             waits = f" ({self._accumulators.calls} of {due} calls)" if due > 1 else ""
@@ -88,7 +88,7 @@ class CountedUpdates:
 
     def weights(self, window: Reading | None = None) -> Reals:
         """Return the weight of each of the `count` updates, oldest first."""
-        self._accumulators.require_whole()
+        self._accumulators.require_complete()
         clock = self._accumulators.clock
         return profiles.dense_weights(clock.rule, clock.starts, clock.count, window)
 
