@@ -14,13 +14,13 @@ import numpy as np
 from tailavg.checkpoints.checkpoint import CheckpointError, reading
 from tailavg.core.clock import starts_at
 from tailavg.core.profile import dense_weights
-from tailavg.core.readings import Decay
+from tailavg.core.readings import ByAge, Decay
 from tailavg.core.rules import ExactWindow, WindowRule
 from tailavg.core.windows import AnyWindow, Fixed, Growing, Reals
 
 __all__ = ["Weighing", "natural", "read_weights", "steps_of", "weights"]
 
-Weighing = AnyWindow | WindowRule | Decay | Sequence[float] | Reals
+Weighing = AnyWindow | WindowRule | ByAge | Sequence[float] | Reals
 """A window, which stands for its exact mean; a rule; or a weight for each checkpoint."""
 
 
@@ -47,7 +47,7 @@ def weights(rule: Weighing, files: int, steps: Sequence[int] | None = None) -> R
     """
     if isinstance(rule, int | float | Fixed | Growing):
         rule = ExactWindow(rule)
-    if not isinstance(rule, WindowRule | Decay):
+    if not isinstance(rule, WindowRule | ByAge):
         given = np.asarray(rule, np.float64)
         if given.shape != (files,):
             raise ValueError(
@@ -60,12 +60,12 @@ def weights(rule: Weighing, files: int, steps: Sequence[int] | None = None) -> R
     if steps is not None:
         if isinstance(rule, ExactWindow):
             rule = Decay(rule.window, "linear")
-        if not isinstance(rule, Decay):
-            raise ValueError(f"steps: expected an ExactWindow or a Decay, got {rule}")
+        if not isinstance(rule, ByAge):
+            raise ValueError(f"steps: expected an ExactWindow, a Decay or a Freshest, got {rule}")
         ages = steps[-1] - np.array([0, *steps], np.float64)
         shares: Reals = rule.of_ages(ages, min(steps[-1], rule.size(steps[-1])))
         return shares
-    if isinstance(rule, Decay):
+    if isinstance(rule, ByAge):
         return rule.weights(files)
     return dense_weights(rule, starts_at(rule, files), files)
 

@@ -9,16 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from tailavg.core.rules import Rule
-from tailavg.core.windows import Window
+from tailavg.cli.options import Reads
 from tailavg.numpy import TailAverages
 from tailavg.numpy.arithmetic import Array
 from tailavg.numpy.average import NanPolicy
 from tailavg.numpy.kernel import LONG, kernel
 from tailavg.numpy.keyed import Part, part_of
-
-Reads = list[tuple[Rule, Window | None]]
-"""For each average of a column: its rule, and the window to read if the rule has none."""
 
 _ENTRY = ("count", "starts", "blocks", "folded", "partial")  # what a state has for each key
 _EMPTY: tuple[Any, ...] = (0, [], [], 0, 0.0)

@@ -12,7 +12,7 @@ import typer
 from tailavg.cli import options
 from tailavg.cli.common import fail
 from tailavg.cli.options import Method, parse_rule, parse_windows, window_name
-from tailavg.core.readings import Decay
+from tailavg.core.readings import ByAge, Decay, Freshest
 from tailavg.core.rules import WindowRule
 from tailavg.core.windows import Window
 
@@ -53,7 +53,7 @@ def checkpoints(
         typer.Option(
             metavar="METHOD",
             help="How to weight the checkpoints: exact (the default, the mean of the window), "
-            "anytime or exponential.",
+            "anytime, exponential or freshest.",
         ),
     ] = None,
     accumulators: Annotated[
@@ -204,11 +204,17 @@ def _rule(
     decay: Shape | None,
     by_step: bool,
     window: Window,
-) -> WindowRule | Decay:
+) -> WindowRule | ByAge:
     """Return the rule that the options describe."""
-    for option, given in ("--decay", decay is not None), ("--by-step", by_step):
-        if given and method not in (None, Method.exact):
+    is_exact = method in (None, Method.exact)
+    for option, refused in (
+        ("--decay", decay is not None and not is_exact),
+        ("--by-step", by_step and not (is_exact or method is Method.freshest)),
+    ):
+        if refused:
             raise typer.BadParameter(f"{option} works only with --method exact, not {method}")
+    if method is Method.freshest:
+        return Freshest(window)
     rule = parse_rule(window, method or Method.exact, accumulators)
     if decay is None or decay == "linear":  # a linear decay is the plain mean of the window
         return rule

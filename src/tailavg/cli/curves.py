@@ -8,14 +8,13 @@ thousand; on a logarithmic axis, their widths grow with the row.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from tailavg.core.rules import WindowRule
+from tailavg.cli.options import Reads
 from tailavg.numpy import TailAverage
 from tailavg.numpy.arithmetic import Array
 from tailavg.numpy.average import NanPolicy
@@ -149,14 +148,14 @@ class Track:
 
     def __init__(
         self,
-        rules: Sequence[WindowRule],
+        reads: Reads,
         most: int,
         log: bool,
         band: bool,
         after: int = 0,
         nan: NanPolicy = "propagate",
     ) -> None:
-        self.averages = [TailAverage(rule, nan_policy=nan) for rule in rules]
+        self.averages = [(TailAverage(rule, nan_policy=nan), reading) for rule, reading in reads]
         self.count = 0
         self._after = after  # only later rows are drawn
         self._grid = Grid(most, log)
@@ -193,11 +192,11 @@ class Track:
         averages = np.empty((len(self.averages), len(ys)))
         stops = self._stops(len(ys))
         for start, stop in pairwise(sorted({0, *stops, len(ys)})):
-            for average, found in zip(self.averages, averages, strict=True):
-                found[start:stop] = average.scan(ys[start:stop])
+            for (average, reading), row in zip(self.averages, averages, strict=True):
+                row[start:stop] = average.scan(ys[start:stop], reading)
             if stop in stops and self.count + stop > self._after:
                 values = averages[:, stop - 1].tolist()
-                errors = [_standard_error(average) for average in self.averages]
+                errors = [_standard_error(*each) for each in self.averages]
                 self._noted.append((self.count + stop, float(xs[stop - 1]), values, errors))
         return averages
 
@@ -216,10 +215,11 @@ class Track:
         end, first, last, low, high, rising = self._bins
         bins = [Bins(end, first, last, *curve) for curve in zip(low, high, rising, strict=True)]
         lines = [Line(-1, bins[0], None, self._last, math.nan)]
-        for i, average in enumerate(self.averages):
-            now, error, band = average.value() if average.count else math.nan, math.nan, None
+        for i, (average, reading) in enumerate(self.averages):
+            now = average.value(reading) if average.count else math.nan
+            error, band = math.nan, None
             if self._banded is not None:
-                error = _standard_error(average)
+                error = _standard_error(average, reading)
                 band = self._band(i, now, error)
             lines.append(Line(i, bins[i + 1], band, now, error))
         return lines
@@ -238,6 +238,6 @@ class Track:
         return Band(x, low, high)
 
 
-def _standard_error(average: TailAverage) -> float:
+def _standard_error(average: TailAverage, reading: Any) -> float:
     """Return the standard error of an average; NaN before its first sample."""
-    return average.standard_error() if average.count else math.nan
+    return average.standard_error(reading) if average.count else math.nan

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 
 import typer
 
-from tailavg.core.rules import AnytimeWindow, ExactWindow, Exponential, WindowRule
+from tailavg.core.readings import Freshest, Reading
+from tailavg.core.rules import (
+    AnytimeWindow,
+    ExactWindow,
+    Exponential,
+    Rule,
+    WindowRule,
+    shared_rules,
+)
 from tailavg.core.windows import Growing, Window, as_window
 
 WINDOW = typer.Option(
@@ -18,7 +27,9 @@ WINDOW = typer.Option(
 DEFAULT_WINDOW = "0.25"
 WINDOWS = typer.Option(help="Several windows at once, such as 0.1,0.25,100; replaces --window.")
 AT_MOST = typer.Option(help="The largest window that a fraction grows to.")
-METHOD = typer.Option(metavar="METHOD", help="How to average: anytime, exponential or exact.")
+METHOD = typer.Option(
+    metavar="METHOD", help="How to average: anytime, exponential, exact or freshest."
+)
 COLUMN = typer.Option(
     "--column", "-c", help="Read this column of CSV: a name in the header, or a number from 1."
 )
@@ -44,6 +55,11 @@ class Method(StrEnum):
     anytime = "anytime"
     exponential = "exponential"
     exact = "exact"
+    freshest = "freshest"
+
+
+Reads = Sequence[tuple[Rule, Reading | None]]
+"""For each window, a rule, and the reading if the rule has no window of its own."""
 
 
 def parse_window(text: str, at_most: int | None = None) -> Window:
@@ -124,6 +140,27 @@ def window_name(window: Window) -> str:
         ('0.5', '1')
     """
     return str(window.c if isinstance(window, Growing) else window.k)
+
+
+def parse_reads(windows: list[Window], method: Method, accumulators: int | None) -> Reads:
+    """Return how to read each window with the method."""
+    if method is not Method.freshest:
+        return [(parse_rule(window, method, accumulators), None) for window in windows]
+    if not all(isinstance(window, Growing) and window.at_most is None for window in windows):
+        raise typer.BadParameter(
+            "--method freshest needs fractions, such as 0.25, and no --at-most: a window of a "
+            "fixed number of samples becomes an ever smaller fraction"
+        )
+    shared = share(windows, accumulators)
+    return [(rule, Freshest(window)) for (rule, _), window in zip(shared, windows, strict=True)]
+
+
+def share(windows: list[Window], accumulators: int | None) -> Reads:
+    """Return how to read several windows, all fractions from one set of blocks."""
+    try:
+        return shared_rules(windows, 12 if accumulators is None else accumulators)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def parse_rule(window: Window, method: Method, accumulators: int | None) -> WindowRule:

@@ -19,7 +19,7 @@ from tailavg.cli.charts import Chart, Panel, printable, styled
 from tailavg.cli.common import fail, say
 from tailavg.cli.curves import Track
 from tailavg.cli.lines import Block, Rows, choose_input
-from tailavg.cli.options import Method, parse_rule, parse_windows
+from tailavg.cli.options import Method, parse_reads, parse_windows
 from tailavg.cli.page import page
 from tailavg.cli.pictures import check, draw, write
 from tailavg.cli.records import STEP, has_records, record_lines
@@ -108,7 +108,7 @@ def plot(
     parsed = parse_windows(window, windows, at_most, options.DEFAULT_WINDOW)
     if accumulators is None and method is Method.anytime:
         accumulators = ACCUMULATORS
-    rules = [parse_rule(each, method, accumulators) for each in parsed]
+    reads = parse_reads(parsed, method, accumulators)
     inputs = files or ["-"]
     logs = list(map(has_records, inputs))
     tags = [*(column or ()), *(fields or ())]
@@ -128,10 +128,10 @@ def plot(
     if output is not None:
         check(output, "--output", "html")
     bins = BINS if output is None else DETAIL.get(output.suffix.lower(), BINS)
-    banded = band and method is Method.anytime
+    banded = band and method in (Method.anytime, Method.freshest)
     titles = [window_title(each) for each in parsed]
     track = partial(
-        Track, rules, bins, log_x, banded, after, nan="omit" if nan == "omit" else "propagate"
+        Track, reads, bins, log_x, banded, after, nan="omit" if nan == "omit" else "propagate"
     )
     curves = Curves(names, titles, raw, track)
     counted = STEP if any(logs) else "row" if column or fields or match or regex else "sample"

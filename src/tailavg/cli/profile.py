@@ -19,7 +19,16 @@ from tailavg.cli.options import parse_window
 from tailavg.core.clock import starts_at
 from tailavg.core.profile import Profile, newest_first
 from tailavg.core.profile import profile as summarise
-from tailavg.core.rules import AnytimeWindow, ExactWindow, Exponential, RawTail, WindowRule
+from tailavg.core.readings import Freshest
+from tailavg.core.rules import (
+    AnyTail,
+    AnytimeWindow,
+    ExactWindow,
+    Exponential,
+    RawTail,
+    Rule,
+    shared_rules,
+)
 from tailavg.core.windows import Fixed, Growing, Window
 
 MAX_SUMMED = 10**6
@@ -68,13 +77,13 @@ def profile(
     rules = _rules(parsed, t, accumulators)
     rows = []
     for name, rule in rules.items():
-        summary = _profile(rule, t)
+        summary = _profile(rule, t, _reading(rule, parsed))
         rows.append({"method": name, **asdict(summary)})
         if numbers is not None:
             size = numbers * np.dtype(dtype).itemsize
             rows[-1] |= _memory(rule, summary, size)
     if plot is not None:
-        _plot(rules, t, plot)
+        _plot(rules, parsed, t, plot)
     if output_format == "json":
         typer.echo(json.dumps(rows, indent=2))
     else:
@@ -95,22 +104,29 @@ def _parse_count(text: str, option: str) -> int:
     return int(value)
 
 
-def _rules(window: Window, t: int, accumulators: int) -> dict[str, WindowRule]:
+def _rules(window: Window, t: int, accumulators: int) -> dict[str, Rule]:
     """Return the rules to compare, by name."""
+    (any_tail, reading), *_ = shared_rules([window])
     anytime = {f"anytime, {n}": AnytimeWindow(window, n) for n in range(2, accumulators + 1)}
     return {
         "raw tail": RawTail(window, t),
         "exponential": Exponential(window),
         **anytime,
         "anytime, 3, paper's turns": AnytimeWindow(window, 3, turns="paper"),
+        **({} if reading is None else {"freshest, 12": any_tail}),  # a fraction without a cap
         "exact": ExactWindow(window),
     }
 
 
-def _profile(rule: WindowRule, t: int) -> Profile:
+def _reading(rule: Rule, window: Window) -> Freshest | None:
+    """Return how the average of a rule is read. An `AnyTail` has no window of its own."""
+    return Freshest(window) if isinstance(rule, AnyTail) else None
+
+
+def _profile(rule: Rule, t: int, reading: Freshest | None = None) -> Profile:
     """Return the profile at step t, in time that is nearly independent of t."""
     if not isinstance(rule, Exponential):
-        return summarise(rule, _starts(rule, t), t)
+        return summarise(rule, _starts(rule, t), t, reading)
     small, steps, scale = _scaled(rule, t)
     size = float(rule.size(t))
     # all samples have a weight, except those before the window grew past 1, where the decay is 0
@@ -119,20 +135,22 @@ def _profile(rule: WindowRule, t: int) -> Profile:
     return Profile(t, size, min(size, float(t)), mean_age, oldest, rule.accumulators)
 
 
-def _starts(rule: WindowRule, t: int) -> list[int]:
+def _starts(rule: Rule, t: int) -> list[int]:
     """Return the starts of the blocks; none for an ExactWindow, which has a block per sample."""
     return [] if isinstance(rule, ExactWindow) else starts_at(rule, t)
 
 
-def _scaled(rule: WindowRule, t: int) -> tuple[WindowRule, int, int]:
+def _scaled(rule: Rule, t: int) -> tuple[Rule, int, int]:
     """Return a shorter rule and an earlier step with a scaled profile, and the scale.
 
     Only exponentials need this, since their weights are summed one by one. If window and stream are
     both a hundred times shorter, so are the ages, to within a ten-thousandth while the window holds
     at least 10,000 samples.
     """
+    if not isinstance(rule, Exponential):
+        return rule, t, 1
     size = float(rule.size(t))
-    if not isinstance(rule, Exponential) or min(t, 40 * size) <= MAX_SUMMED:
+    if min(t, 40 * size) <= MAX_SUMMED:
         return rule, t, 1
     scale = max(1, int(min(t / MAX_SUMMED, size / 10**4)))
     window: Window
@@ -144,7 +162,7 @@ def _scaled(rule: WindowRule, t: int) -> tuple[WindowRule, int, int]:
     return Exponential(window), t // scale, scale
 
 
-def _memory(rule: WindowRule, summary: Profile, size: int) -> dict[str, int]:
+def _memory(rule: Rule, summary: Profile, size: int) -> dict[str, int]:
     """Return the bytes that an average holds, if each array has `size` bytes.
 
     The sum is hot: every update rewrites it. The means are cold: only merges, turns and reads
@@ -156,7 +174,7 @@ def _memory(rule: WindowRule, summary: Profile, size: int) -> dict[str, int]:
     return {"memory": hot + cold, "hot": hot, "cold": cold}
 
 
-def _print_table(rules: Mapping[str, WindowRule], rows: list[dict[str, Any]], dtype: Dtype) -> None:
+def _print_table(rules: Mapping[str, Rule], rows: list[dict[str, Any]], dtype: Dtype) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -165,7 +183,7 @@ def _print_table(rules: Mapping[str, WindowRule], rows: list[dict[str, Any]], dt
     table = Table(
         "method",
         box=box.SIMPLE_HEAD,
-        title=_heading(rules, t),
+        title=_heading(rows[0]["size"], t),
         title_justify="left",
     )
     columns = ["accumulators", "effective\nsize", "mean\nage", "oldest\nage"]
@@ -196,8 +214,8 @@ def _print_table(rules: Mapping[str, WindowRule], rows: list[dict[str, Any]], dt
         console.print(f"≈ scaled up from about {MAX_SUMMED:,} samples: accurate to 4 digits.")
 
 
-def _heading(rules: Mapping[str, WindowRule], t: int) -> str:
-    return f"a window of {float(rules['exact'].size(t)):,.10g} after {t:,} samples"
+def _heading(size: float, t: int) -> str:
+    return f"a window of {size:,.10g} after {t:,} samples"
 
 
 def _in_bytes(size: float) -> str:
@@ -214,7 +232,7 @@ def _in_bytes(size: float) -> str:
     return f"{size:,.3g} PB" if size < 999.5 else f"{size:.2e} PB"
 
 
-def _plot(rules: Mapping[str, WindowRule], t: int, path: Path) -> None:
+def _plot(rules: Mapping[str, Rule], window: Window, t: int, path: Path) -> None:
     """Draw weights by age, relative to a uniform weight over the window."""
     from tailavg.cli.pictures import check, save
 
@@ -224,17 +242,17 @@ def _plot(rules: Mapping[str, WindowRule], t: int, path: Path) -> None:
 
     from tailavg.style import LOOK
 
-    size = min(float(t), float(rules["exact"].size(t)))
+    size = min(float(t), float(window.size(t)))
     reach = min(float(t), 2.5 * size)
     with style.context("tableau-colorblind10"), rc_context(LOOK):
         figure = Figure(figsize=(9, 4), layout="constrained")
         axes = figure.subplots()
         lines = chain(["-.", ":"], cycle(["--", "-"]))
         for (name, rule), line in zip(rules.items(), lines, strict=False):
-            ages, weights = _curve(rule, t, reach)
+            ages, weights = _curve(rule, _reading(rule, window), t, reach)
             axes.plot(ages, weights * size, line, label=name)
         axes.set(
-            title=_heading(rules, t),
+            title=_heading(float(window.size(t)), t),
             xlabel="age of the sample",
             ylabel="weight × size of the window",
             xlim=(-0.02 * reach, reach),
@@ -243,13 +261,13 @@ def _plot(rules: Mapping[str, WindowRule], t: int, path: Path) -> None:
         save(figure, path)
 
 
-def _curve(rule: WindowRule, t: int, reach: float) -> tuple[Any, Any]:
+def _curve(rule: Rule, reading: Freshest | None, t: int, reach: float) -> tuple[Any, Any]:
     """Return the ages and weights of a curve, back to `reach`."""
     rule, t, scale = _scaled(rule, t)
     ages: list[Any] = []
     weights: list[Any] = []
     age = 0
-    for size, run in newest_first(rule, _starts(rule, t), t):
+    for size, run in newest_first(rule, _starts(rule, t), t, reading):
         if isinstance(run, np.ndarray):
             drawn = np.unique(np.linspace(0, size - 1, 1000).astype(int))
             ages.append(age + drawn)

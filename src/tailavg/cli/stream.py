@@ -21,15 +21,14 @@ import numpy as np
 import typer
 
 from tailavg.cli import options, signals
-from tailavg.cli.averages import Averages, Reads
+from tailavg.cli.averages import Averages
 from tailavg.cli.blocks import Blocks
 from tailavg.cli.cells import Array, csv_line, decode, encode, format_numbers
 from tailavg.cli.common import FAILED, fail, say
 from tailavg.cli.lines import PlainInput, Row, Rows, choose_input, has_many_lines
-from tailavg.cli.options import Method, parse_rule, parse_windows, window_name
+from tailavg.cli.options import Method, Reads, parse_reads, parse_windows, window_name
 from tailavg.cli.records import has_records, record_lines
 from tailavg.cli.signals import WAITING, Act, Stopped
-from tailavg.core.rules import shared_rules
 from tailavg.core.windows import NEVER, Growing, Window
 from tailavg.io.files import InUseError, check_writable, locked, whole_file
 from tailavg.io.state import STREAM, STREAM_VERSION, plain
@@ -62,8 +61,8 @@ def stream(
         typer.Option(
             max=10_000,
             metavar="N",
-            help="How many accumulators the anytime method keeps: by default 3; "
-            "with --windows, 12 for all fractions together, and at least 6.",
+            help="How many accumulators to keep: by default 3; with --windows or the freshest "
+            "method, 12 for all fractions together, and at least 6.",
         ),
     ] = None,
     at_most: Annotated[int | None, options.AT_MOST] = None,
@@ -105,7 +104,7 @@ def stream(
         column, fields = None, [*(column or ()), *(fields or ())]
     source = choose_input(column, fields, by, match, regex, delimiter)
     if windows is None:
-        reads: Reads = [(parse_rule(parsed[0], method, accumulators), None)]
+        reads = parse_reads(parsed, method, accumulators)
     else:
         reads = _share(parsed, method, accumulators)
         source.suffixes = [f"_{window_name(each)}" for each in parsed]
@@ -135,14 +134,13 @@ def stream(
 
 def _share(windows: list[Window], method: Method, accumulators: int | None) -> Reads:
     """Return how to read several windows, all fractions from one set of blocks."""
+    if method is Method.freshest:
+        return parse_reads(windows, method, accumulators)
     if method is not Method.anytime:
         raise typer.BadParameter(f"--method {method} goes with --window, not with --windows")
     if accumulators is not None and not any(isinstance(each, Growing) for each in windows):
         raise typer.BadParameter("--accumulators goes with fractions in --windows, got counts only")
-    try:
-        return shared_rules(windows, 12 if accumulators is None else accumulators)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+    return options.share(windows, accumulators)
 
 
 def _reserve(state: Path, stack: ExitStack) -> None:

@@ -107,7 +107,7 @@ def freshest(ages: Any, k: Any, xp: Any) -> Any:
         >>> freshest(np.array([150.0, 50, 0]), 100, np).round(6)
         array([0.333333, 0.666667])
         >>> freshest(np.arange(8.0, -1, -1), 6, np).round(3)
-        array([0.015, 0.046, 0.077, 0.109, 0.141, 0.173, 0.204, 0.235])
+        array([0.015, 0.046, 0.078, 0.109, 0.141, 0.172, 0.204, 0.235])
     """
     older, newer = ages[:-1], ages[1:]
     spreads = xp.cumsum((3.0 * older * newer * (older - newer))[::-1], axis=0)[::-1]

@@ -48,7 +48,7 @@ class ByAge(ABC):
             >>> Decay(4, "cosine").weights(5).round(3)
             array([0.   , 0.146, 0.354, 0.354, 0.146])
             >>> Freshest(3).weights(5).round(3)
-            array([0.   , 0.1  , 0.2  , 0.3  , 0.4  ])
+            array([0.   , 0.056, 0.185, 0.315, 0.444])
         """
         weights: Reals = self.of_ages(np.arange(t, -1.0, -1.0), min(t, self.size(t)))
         return weights
@@ -79,20 +79,22 @@ class Freshest(ByAge):
     of the exact window is 1/2.
 
     Args:
-        window: The window whose variance the average has: the last fraction, or the last k.
+        window: The window whose variance the average has: the last fraction, or the last k. In JAX
+            it may also be an array, as for `tailavg.jax.value`.
 
     Examples:
         >>> from tailavg import AnyTail, TailAverage
         >>> average = TailAverage(AnyTail())
         >>> average.update_many(range(1000))
         >>> round(average.value(0.25), 1), round(average.value(Freshest(0.25)), 1)
-        (877.0, 887.9)
+        (877.0, 887.7)
     """
 
     window: Window
 
     def __init__(self, window: AnyWindow) -> None:
-        object.__setattr__(self, "window", as_window(window))
+        is_traceable = hasattr(window, "aval")  # an array of JAX
+        object.__setattr__(self, "window", window if is_traceable else as_window(window))
 
     def of_ages(self, ages: Any, k: Any, xp: Any = np) -> Any:
         """See `ByAge`."""
@@ -192,5 +194,5 @@ class Decay(ByAge):
         return xp.reshape(xp.asarray(values, x.dtype), xp.shape(x))
 
 
-Reading = AnyWindow | Decay | Freshest
+Reading = AnyWindow | ByAge
 """What an `AnyTail` may be read with."""

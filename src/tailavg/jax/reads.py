@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from tailavg.core.readings import Decay, Reading
+from tailavg.core.readings import ByAge, Decay, Freshest, Reading
 from tailavg.core.rules import no_window_error
 from tailavg.core.windows import TIE, as_window
 from tailavg.jax.clock import TracedBlocks, TracedDecay, TracedTails, array_size, traced_window
@@ -56,9 +56,10 @@ def value(state: TreeState, like: Tree = None, window: TreeReading | None = None
         state: The state.
         like: A tree with the dtypes of the result, such as the parameters; by default the result
             has the dtypes of the accumulators.
-        window: The window to read an `AnyTail` with: a number, a window, a `Decay`, or an array
-            without dimensions, which may be traced. An integer is a count, a float a fraction.
-            Inside `jax.jit` nothing can raise, so a window that is too short gives NaN.
+        window: The window to read an `AnyTail` with: a number, a window, a `Freshest`, a `Decay`,
+            or an array without dimensions, which may be traced. An integer is a count, a float a
+            fraction. A `Freshest` may have such an array, too. Inside `jax.jit` nothing can raise,
+            so a window that is too short gives NaN.
 
     Examples:
         >>> from tailavg import AnyTail
@@ -127,9 +128,11 @@ def each_weights(state: TreeState, windows: Sequence[Reading] | Array) -> Weight
 def weights_of(state: TreeState, window: TreeReading | None) -> Weights:
     """Return the weights of the means and of the sum in the average."""
     reading = _reading(state, window)
-    decay = reading if isinstance(reading, Decay) else None
+    # the weights of a Freshest depend on its window only by k, which may be traced
+    by_age = Freshest(1.0) if isinstance(reading, Freshest) else reading
+    by_age = by_age if isinstance(by_age, ByAge) else None
     k = _size(state, reading)
-    weights: Weights = _weights(state.clock, state.updates, state.size, k, decay)
+    weights: Weights = _weights(state.clock, state.updates, state.size, k, by_age)
     return weights
 
 
@@ -141,7 +144,7 @@ def size_read(state: TreeState, window: TreeReading | None) -> Array:
 
 
 def _reading(state: TreeState, window: Any) -> Any:
-    """Return the reading of an `AnyTail`: a window, `Decay` or array. Return None for other rules.
+    """Return the reading of an `AnyTail`: a window, a `ByAge` or an array; None for other rules.
 
     Raise if the state is not traced and the window is too short or the state is invalid.
     """
@@ -160,9 +163,9 @@ def _reading(state: TreeState, window: Any) -> Any:
         return None
     if window is None:
         raise no_window_error()
-    if _is_array(window):
+    if _is_array(window) or (isinstance(window, Freshest) and _is_array(window.window)):
         return window
-    reading = window if isinstance(window, Decay) else as_window(window)
+    reading = window if isinstance(window, ByAge) else as_window(window)
     if isinstance(reading, Decay) and reading.shape == "linear":
         reading = reading.window
     if is_concrete and not np.ndim(state.updates):
@@ -190,17 +193,17 @@ def _size(state: TreeState, reading: Any) -> Array:
     t = jnp.maximum(state.updates, 1)
     if reading is None:
         return state.size
-    if _is_array(reading):
-        return array_size(reading, t)
-    window = reading.window if isinstance(reading, Decay) else reading
+    window: Any = reading.window if isinstance(reading, ByAge) else reading
+    if _is_array(window):
+        return array_size(window, t)
     return jnp.asarray(traced_window(window).size(t), jnp.result_type(float))
 
 
-@functools.partial(jax.jit, static_argnames="decay", inline=True)
+@functools.partial(jax.jit, static_argnames="by_age", inline=True)
 def _weights(
-    clock: TracedBlocks | TracedDecay, updates: Array, size: Array, k: Array, decay: Decay | None
+    clock: TracedBlocks | TracedDecay, updates: Array, size: Array, k: Array, by_age: ByAge | None
 ) -> Weights:
-    of_means, of_sum = clock.weights(updates, k, decay)
+    of_means, of_sum = clock.weights(updates, k, by_age)
     # NaN if the window is too short, after an update with another rule, or if the count overflowed
     read = (k >= size * (1 - _tie(size.dtype))) & ~overflowed(updates)
     return of_means, jnp.where(read, of_sum, jnp.nan)
