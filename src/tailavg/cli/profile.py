@@ -106,14 +106,16 @@ def _parse_count(text: str, option: str) -> int:
 
 def _rules(window: Window, t: int, accumulators: int) -> dict[str, Rule]:
     """Return the rules to compare, by name."""
-    (any_tail, reading), *_ = shared_rules([window])
+    freshest: dict[str, Rule] = {}
+    if isinstance(window, Growing) and window.at_most is None and window.c >= 1e-6:
+        freshest = {"freshest, 12": shared_rules([window])[0][0]}
     anytime = {f"anytime, {n}": AnytimeWindow(window, n) for n in range(2, accumulators + 1)}
     return {
         "raw tail": RawTail(window, t),
         "exponential": Exponential(window),
         **anytime,
         "anytime, 3, paper's turns": AnytimeWindow(window, 3, turns="paper"),
-        **({} if reading is None else {"freshest, 12": any_tail}),  # a fraction without a cap
+        **freshest,
         "exact": ExactWindow(window),
     }
 
