@@ -10,11 +10,14 @@ A small GPT reads the source of Python's standard library, byte by byte. Two kin
   to 0 as 1 - √ of the rest. Both use the last iterate.
 - Runs that do not: one at a *constant* rate, and one whose rate falls as *1/√t*, by √(α / (t + α))
   as in "Anytime Pretraining" (Meterez et al., 2026). An `AnyTail` sees every step of a run, and at
-  every horizon the script reads its tails. Beside it: the last iterate, and plain EMAs that start
-  at the first iterate.
+  every horizon the script reads its tails, also as `Freshest`. Beside it: the last iterate, plain
+  EMAs that start at the first iterate, EMAs whose decay warms up as in torch-ema, and the EMA whose
+  half-life is 5 % of the run, as in torchtitan. *Schedule-Free* AdamW (the package schedulefree)
+  needs no horizon either; it runs with two values of its β.
 
 All have the same warm-up, and for one seed the same start and the same batches. Each schedule runs
-with each of three rates. The losses are in nats per byte, on files that no run trains on. The
+with each of three rates, Schedule-Free also with a fourth, since its authors advise larger ones.
+All settings were chosen before the results were seen. The losses are in nats per byte, on files that no run trains on. The
 script prints tables, writes a CSV with every loss, and draws: hollow points are rates that were not
 the best at their horizon, bands and bars the range of the seeds. The full run took about 40 minutes
 of CPU time: 45 minutes on two cores that had other work too.
@@ -34,18 +37,21 @@ from collections.abc import Callable
 from copy import copy, deepcopy
 from functools import cache, partial
 from itertools import product
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from matplotlib import pyplot as plt
+from schedulefree import AdamWScheduleFree
 from style import ANYTIME, DARK, EXPONENTIAL, OTHERS, RAW, save
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch_ema import ExponentialMovingAverage
 
-from tailavg import AnyTail, Decay
+from tailavg import AnyTail, Decay, Exponential, Freshest
 from tailavg.torch import ParameterAverage
 
 torch.set_num_threads(1)  # a model this small gains nothing from more; see `main` for the cores
@@ -78,6 +84,10 @@ TAILS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
 SHAPED = (0.1, 0.2, 0.4)  # read also as other decays
 HEADLINE = 0.2  # the tail of the table and the figure, chosen beforehand
 DECAYS = (0.99, 0.999, 0.9999)  # of the EMAs
+WARMED = (0.999, 0.9999)  # of the EMAs whose decay warms up
+HALF_LIFE = Exponential(0.139)  # whose half-life is 5 % of the steps
+BETAS = (0.9, 0.98)  # of Schedule-Free
+FREE = "Schedule-Free β="
 STABLE = 0.8  # of a WSD run
 
 NOT_PROGRAMS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings"}
@@ -145,8 +155,12 @@ class GPT(nn.Module):
         return losses.view(seeds, -1).mean(1)
 
 
-def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW; the rate is set at each step."""
+def make_optimizer(model: nn.Module, job: "Job", plan: Plan) -> torch.optim.Optimizer:
+    """AdamW, whose rate is set at each step; or Schedule-Free AdamW."""
+    if job.schedule.startswith(FREE):
+        beta = float(job.schedule.removeprefix(FREE))
+        options = {"lr": job.rate, "warmup_steps": plan.warmup, "weight_decay": 0.1}
+        return AdamWScheduleFree(model.parameters(), betas=(beta, 0.95), **options)
     return torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
 
@@ -174,13 +188,17 @@ class Run:
         places = torch.linspace(0, len(validation) - plan.context - 1, plan.validation).long()
         self.validation = validation[places[:, None] + self.inside].long()
         self.model = GPT(plan)
-        self.optimizer = make_optimizer(self.model)
+        self.optimizer = make_optimizer(self.model, job, plan)
 
-    def train(self, first: int, last: int, factor: Callable[[int], float]) -> None:
-        """Make steps number `first` to `last` - 1, at the job's rate times a factor."""
+    def train(self, first: int, last: int, factor: Callable[[int], float] | None) -> None:
+        """Make steps number `first` to `last` - 1, at the job's rate times a factor.
+
+        Without a factor, the optimizer sets the rate.
+        """
         for step in range(first, last):
-            warm = min(1.0, (step + 1) / self.plan.warmup)
-            self.optimizer.param_groups[0]["lr"] = self.job.rate * warm * factor(step)
+            if factor is not None:
+                warm = min(1.0, (step + 1) / self.plan.warmup)
+                self.optimizer.param_groups[0]["lr"] = self.job.rate * warm * factor(step)
             self.optimizer.zero_grad()
             text = self.training[self.starts[step][..., None] + self.inside].long()
             self.model(text).sum().backward()
@@ -197,7 +215,7 @@ class Run:
         """A copy that trains on by itself."""
         twin = copy(self)
         twin.model = deepcopy(self.model)
-        twin.optimizer = make_optimizer(twin.model)
+        twin.optimizer = make_optimizer(twin.model, self.job, self.plan)
         twin.optimizer.load_state_dict(deepcopy(self.optimizer.state_dict()))
         return twin
 
@@ -220,6 +238,17 @@ def train(job: Job, plan: Plan) -> tuple[Job, list[tuple]]:
         note(job.steps, run.losses())
         return job, rows
 
+    if job.schedule.startswith(FREE):
+        now = 0
+        run.optimizer.train()
+        for step in sorted({*plan.horizons, *plan.between}):
+            run.train(now, step, None)
+            now = step
+            run.optimizer.eval()  # puts its average into the model
+            note(step, run.losses())
+            run.optimizer.train()
+        return job, rows
+
     def factor(step: int) -> float:
         return 1.0 if job.schedule == "constant" else math.sqrt(plan.alpha / (step + plan.alpha))
 
@@ -230,9 +259,17 @@ def train(job: Job, plan: Plan) -> tuple[Job, list[tuple]]:
         decay: AveragedModel(run.model, multi_avg_fn=get_ema_multi_avg_fn(decay))
         for decay in DECAYS
     }
-    run.optimizer.register_step_post_hook(
-        lambda *_: [ema.update_parameters(run.model) for ema in emas.values()]
-    )
+    half_life = ParameterAverage(run.model, HALF_LIFE)
+    half_life.attach(run.optimizer)
+    warmed = {decay: ExponentialMovingAverage(run.model.parameters(), decay) for decay in WARMED}
+
+    def update_emas(*_: object) -> None:
+        for ema in emas.values():
+            ema.update_parameters(run.model)
+        for ema in warmed.values():
+            ema.update()
+
+    run.optimizer.register_step_post_hook(update_emas)
     branches = {round(STABLE * horizon): horizon for horizon in plan.horizons}
     now = 0
     for step in sorted({*plan.horizons, *plan.between, *branches}):
@@ -248,6 +285,14 @@ def train(job: Job, plan: Plan) -> tuple[Job, list[tuple]]:
         note(step, run.losses())
         for decay in DECAYS if everything else DECAYS[1:2]:
             note(step, run.losses(emas[decay]), "EMA", decay, "")
+        for decay, ema in warmed.items():
+            with ema.average_parameters():
+                note(step, run.losses(), "warmed-up EMA", decay, "")
+        with half_life.average_parameters():
+            note(step, run.losses(), "EMA with a half-life of", 0.05, "")
+        for window in (0.1, 0.2, 0.4) if everything else (HEADLINE,):
+            with average.average_parameters(Freshest(window)):
+                note(step, run.losses(), "freshest", window, "")
         for window in TAILS if everything else (HEADLINE,):
             with average.average_parameters(window):  # the weights of any tail, at any time
                 note(step, run.losses(), "tail", window, "linear")
@@ -267,8 +312,11 @@ def train_all(plan: Plan, path: Path, processes: int) -> None:
         f"out; {size:,} parameters, torch {torch.__version__}, {plan.seeds} seeds",
         flush=True,
     )
-    anytime = product(("constant", "1/√t"), plan.rates, [max(plan.horizons)])
-    jobs = [Job(*job) for job in (*anytime, *product(["cosine"], plan.rates, plan.horizons))]
+    longest = [max(plan.horizons)]
+    anytime = product(("constant", "1/√t"), plan.rates, longest)
+    free = product([f"{FREE}{beta}" for beta in BETAS], (*plan.rates, 2 * plan.rates[-1]), longest)
+    cosine = product(["cosine"], plan.rates, plan.horizons)
+    jobs = [Job(*job) for job in (*anytime, *free, *cosine)]
     jobs.sort(key=lambda job: -job.steps)
     rows: list[tuple] = []
     started = time.perf_counter()
@@ -293,12 +341,21 @@ class Method(NamedTuple):
         if self.read == "tail":
             shape = "" if self.shape == "linear" else f" as {self.shape}"
             return f"{self.schedule}, last {float(self.window):.0%}{shape}"
+        if self.read == "freshest" or "half-life" in self.read:
+            return f"{self.schedule}, {self.read} {float(self.window):.0%}"
+        if self.schedule.startswith(FREE):
+            return self.schedule
         return f"{self.schedule}, {self.read} {self.window or 'iterate'}"
 
 
 def tail(schedule: str) -> Method:
     """The headline's tail."""
     return Method(schedule, "tail", str(HEADLINE), "linear")
+
+
+def freshest(schedule: str) -> Method:
+    """The freshest read of the headline's window."""
+    return Method(schedule, "freshest", str(HEADLINE))
 
 
 class Losses(dict[Method, dict[float, dict[int, np.ndarray]]]):
@@ -318,10 +375,15 @@ class Losses(dict[Method, dict[float, dict[int, np.ndarray]]]):
         found = {rate: at[step] for rate, at in self[method].items() if step in at}
         return min(found.items(), key=lambda item: item[1].mean())
 
-    def one_rate(self, schedule: str) -> float:
-        """The rate for all times: its headline tail has the lowest loss on average over them."""
-        rates = self[tail(schedule)]
-        return min(rates, key=lambda rate: np.mean([rates[rate][step] for step in self.horizons]))
+    def one_rate(self, method: Method) -> tuple[float, float]:
+        """The rate for all times, whose mean loss over them is the lowest; and that loss."""
+        rates = self[method]
+        means = {rate: np.mean([at[step] for step in self.horizons]) for rate, at in rates.items()}
+        return min(means.items(), key=itemgetter(1))
+
+    def best_free(self) -> Method:
+        """Schedule-Free with the better β for all times."""
+        return min((Method(f"{FREE}{beta}") for beta in BETAS), key=lambda m: self.one_rate(m)[1])
 
 
 def show(values: np.ndarray, sign: str = "") -> str:
@@ -333,18 +395,21 @@ def show(values: np.ndarray, sign: str = "") -> str:
 
 def print_tables(losses: Losses) -> None:
     """Every method at its best rates; then one run against the runs that know their end."""
-    heads = " " * 30 + "".join(f"{f'{step:,} steps':>24}" for step in losses.horizons)
+    heads = " " * 42 + "".join(f"{f'{step:,} steps':>24}" for step in losses.horizons)
     print(f"\nValidation loss: mean ± 95 % interval (the best rate of each horizon)\n{heads}")
     for method in sorted(losses):
         best = [losses.best(method, step) for step in losses.horizons]
-        print(f"{method!s:30}", *(f"{f'{show(x)} ({rate:g})':>23}" for rate, x in best))
+        print(f"{method!s:42}", *(f"{f'{show(x)} ({rate:g})':>23}" for rate, x in best))
     for schedule in ("constant", "1/√t"):
-        rate = losses.one_rate(schedule)
+        rate, _ = losses.one_rate(tail(schedule))
+        free = losses.best_free()
         print(f"\nOne run at {rate:g}, minus the best of each horizon, seed by seed\n{heads}")
-        for mine, other in product((tail(schedule), Method(schedule)), ("cosine", "WSD")):
-            ours, best = losses[mine][rate], partial(losses.best, Method(other))
+        mine = (tail(schedule), freshest(schedule), Method(schedule))
+        for method, other in product(mine, (Method("cosine"), Method("WSD"), free)):
+            ours, best = losses[method][rate], partial(losses.best, other)
             gaps = [ours[step] - best(step)[1] for step in losses.horizons]
-            print(f"{f'{mine!s} - {other}':30}", *(f"{show(gap, '+'):>23}" for gap in gaps))
+            name = str(other).removesuffix(", last iterate")
+            print(f"{f'{method!s} - {name}':42}", *(f"{show(gap, '+'):>23}" for gap in gaps))
 
 
 COSINE, WSD = (OTHERS[1], "o"), (OTHERS[0], "s")  # colour and marker of runs that know their end
@@ -356,7 +421,8 @@ def draw(losses: Losses, path: Path) -> None:
         1, 2, figsize=(9.6, 4.8), width_ratios=(1.6, 1), layout="constrained"
     )
     horizons = losses.horizons
-    rate, falling = losses.one_rate("constant"), losses.one_rate("1/√t")
+    rate, falling = (losses.one_rate(tail(schedule))[0] for schedule in ("constant", "1/√t"))
+    free = losses.best_free()
 
     def curve(method: Method, rate: float, **style: object) -> None:
         steps, each = zip(*sorted(losses[method][rate].items()), strict=True)
@@ -380,7 +446,16 @@ def draw(losses: Losses, path: Path) -> None:
     curve(tail("constant"), rate, color=ANYTIME, lw=2.5, label=f"{name}: last {HEADLINE:.0%}")
     label = f"1/√t from {falling:g}: last {HEADLINE:.0%}"
     curve(tail("1/√t"), falling, color=DARK[ANYTIME], lw=1.5, ls="-.", label=label)
+    label = f"{name}: freshest {HEADLINE:.0%}"
+    curve(freshest("constant"), rate, color=ANYTIME, lw=1.2, ls=":", label=label)
     curve(ema, rate, color=EXPONENTIAL, lw=1.5, ls="--", label=f"{name}: EMA {DECAYS[1]}")
+    warmed = Method("constant", "warmed-up EMA", str(WARMED[1]))
+    label = f"{name}: EMA {WARMED[1]}, warmed up"
+    curve(warmed, rate, color=DARK[EXPONENTIAL], lw=1.2, ls=":", label=label)
+    half_life = Method("constant", "EMA with a half-life of", "0.05")
+    curve(half_life, rate, color=EXPONENTIAL, lw=1.2, label=f"{name}: EMA, half-life 5%")
+    free_rate, _ = losses.one_rate(free)
+    curve(free, free_rate, color=OTHERS[2], lw=1.5, label=f"{free}, {free_rate:g}")
     curve(Method("constant"), rate, color=RAW, lw=1.2, label=f"{name}: last iterate")
     left.set(xscale="log", xlabel="steps", ylabel="validation loss, nats per byte")
     left.set_xticks(horizons, [f"{step:,}" for step in horizons])

@@ -142,3 +142,30 @@ def averages(matrix: np.ndarray, xs: np.ndarray) -> np.ndarray:
     for row, column in zip(*np.nonzero(~finite), strict=True):
         sums[matrix[:, row] > 0, column] += flat[row, column]
     return sums.reshape(len(matrix), *xs.shape[1:])
+
+
+def freshest(sizes, k: float) -> np.ndarray:
+    """The weights of blocks, oldest first, with the least mean age at the variance of k samples.
+
+    They are proportional to n (L - age), where that is above 0; L is found by halving.
+    """
+    sizes = np.array(sizes, np.longdouble)
+    ages = np.cumsum(sizes[::-1])[::-1] - sizes / 2
+    if sizes.sum() <= k:
+        return sizes / sizes.sum()
+
+    def weights(limit):
+        below = sizes * np.maximum(0, limit - ages)
+        return below / below.sum()
+
+    low, high = ages.min(), ages.max()  # with the newest block alone, and with more than k
+    while 1 / (weights(high) ** 2 / sizes).sum() < k:
+        high *= 2
+    for _ in range(200):
+        middle = (low + high) / 2
+        if middle in (low, high):
+            break
+        low, high = (
+            (middle, high) if 1 / (weights(middle) ** 2 / sizes).sum() < k else (low, middle)
+        )
+    return weights(high)

@@ -21,12 +21,13 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator, ScalarFormatter
 
-from tailavg import TailAverage
+from tailavg import ExactWindow, TailAverage
 from tailavg.core.rules import WindowRule
 from tailavg.experiments.claims import MARGIN, exact, first_step, gap
 from tailavg.experiments.regression import (
     EVERY_TAIL,
     FRACTIONS,
+    FRESHEST,
     KINDS,
     Curve,
     Errors,
@@ -34,6 +35,7 @@ from tailavg.experiments.regression import (
     Reals,
     Tails,
     methods,
+    reading,
     turns,
 )
 from tailavg.experiments.run import Result
@@ -55,6 +57,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "exp": {"color": VERMILION, "linestyle": "--", "zorder": 3},
     "awa": {"color": BLUE, "linestyle": "-"},
     "awa3": {"color": GREEN, "linestyle": "-."},
+    FRESHEST: {"color": PINK, "linestyle": "--", "zorder": 3},
 }
 TURNS = {"paper": "the paper's turns", "balanced": "balanced turns"}
 MEMORY_COLOURS = {2: ORANGE, 3: VERMILION, 4: PINK, 5: BLUE, 6: GREEN}
@@ -100,7 +103,7 @@ def make(result: Result) -> list[Figure]:
             "figure2",
             "Figure 2: a growing window",
             caption.format(methods="raw, exp, awa, awa3 and true", true="true")
-            + " Before its tail begins, raw is the latest iterate, and its gap is off the panel.",
+            + " The dashed freshest is ours: an AnyTail read as Freshest(c). Before its tail begins, raw is the latest iterate, and its gap is off the panel.",
             result,
             ("c = 0.25", "c = 0.5"),
         ),
@@ -147,6 +150,10 @@ def _style(method: str) -> dict[str, Any]:
     return STYLES[method.removesuffix("k")]
 
 
+def _label(method: str) -> str:
+    return f"{method} (ours)" if method == FRESHEST else method
+
+
 def _comparison(
     name: str, title: str, caption: str, result: Result, windows: tuple[str, ...]
 ) -> Figure:
@@ -162,7 +169,7 @@ def _draw_errors(axes: Axes, errors: Errors, window: str) -> None:
     t = _log_spaced(1, len(errors[exact(window)]), 220)
     for method in _names(window):
         middle, half = mean(errors[Curve(window, method)][t - 1])
-        axes.plot(t, middle, label=method, **_style(method))
+        axes.plot(t, middle, label=_label(method), **_style(method))
         band = (middle - half, middle + half)
         axes.fill_between(t, *band, color=_style(method)["color"], alpha=0.18, linewidth=0)
     axes.set(xscale="log", yscale="log", xlabel="batches t", ylabel="excess error")
@@ -183,7 +190,7 @@ def _draw_gaps(axes: Axes, by_seed: list[Means], window: str) -> None:
         gaps = [_gap(means, window, method)[t - 1] for means in by_seed]
         for other_seed in gaps[1:]:
             axes.plot(t, other_seed, color=_style(method)["color"], linewidth=0.5, alpha=0.35)
-        axes.plot(t, gaps[0], label=method, **_style(method))
+        axes.plot(t, gaps[0], label=_label(method), **_style(method))
         if method != "raw":
             low, high = min(low, *map(np.min, gaps)), max(high, *map(np.max, gaps))
     _steps_axis(axes)
@@ -268,9 +275,10 @@ def _weights(total: int, at: int) -> Figure:
 def _draw_weights(axes: Axes, window: str, total: int, at: int) -> None:
     reach, rules = 0, methods(total)
     for method in _names(window):
-        average = TailAverage(rules[Curve(window, method)])
+        curve = Curve(window, method)
+        average = TailAverage(rules[curve])
         average.update_many(np.zeros(at))
-        weights = average.weights()[::-1]
+        weights = average.weights(reading(curve))[::-1]
         weighted = np.flatnonzero(weights)
         ages = np.append(weighted, weighted[-1] + 1)
         heights = 1000 * np.append(weights[weighted], 0.0)
@@ -278,11 +286,13 @@ def _draw_weights(axes: Axes, window: str, total: int, at: int) -> None:
         if not exponential:
             reach = max(reach, int(ages[-1]))
         steps = "default" if exponential else "steps-post"
-        axes.plot(ages, heights, drawstyle=steps, label=method, **_style(method))
+        axes.plot(ages, heights, drawstyle=steps, label=_label(method), **_style(method))
+    true = rules[exact(window)]
+    assert isinstance(true, ExactWindow)
     axes.set(xlabel="age of the sample", ylabel="weight, thousandths")
     axes.set_xlim(-0.03 * reach, 1.25 * reach)
     # raw before its tail gives one sample nearly all the weight, which would flatten the others
-    axes.set_ylim(0, 1000 * 3.0 / rules[exact(window)].size(at))
+    axes.set_ylim(0, 1000 * 3.0 / true.size(at))
     axes.legend(loc="upper right")
     axes.set_title(f"{window}: weights at t = {at}", y=TITLE)
 

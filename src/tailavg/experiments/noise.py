@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tailavg import Exponential, TailAverage
+from tailavg import AnyTail, Exponential, TailAverage
 from tailavg.core.rules import WindowRule
 from tailavg.experiments.regression import Curve, Reals, methods
 
@@ -30,7 +30,11 @@ def settled_share(c: float, n: float, since: int, until: int) -> float:
 def promised(total: int) -> dict[Curve, WindowRule]:
     """Return the paper's own averages, which should have the variance 1/k_t at every t."""
     baselines = ("raw", "true", "truek")
-    return {curve: rule for curve, rule in methods(total).items() if curve.method not in baselines}
+    return {
+        curve: rule
+        for curve, rule in methods(total).items()
+        if curve.method not in baselines and not isinstance(rule, AnyTail)
+    }
 
 
 def sizes(rule: WindowRule, total: int) -> Reals:

@@ -11,8 +11,16 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, RawTail, TailAverage
-from tailavg.core.rules import WindowRule
+from tailavg import (
+    AnyTail,
+    AnytimeWindow,
+    ExactWindow,
+    Exponential,
+    Freshest,
+    RawTail,
+    TailAverage,
+)
+from tailavg.core.rules import Rule, WindowRule
 
 Reals = npt.NDArray[np.float64]
 Point = float | Literal["normal"]
@@ -149,9 +157,13 @@ Means = Mapping[Curve, Reals]
 """The mean over runs of the excess error of each curve, of shape (batches,)."""
 
 
-def methods(total: int) -> dict[Curve, WindowRule]:
-    """Return the averages in the paper's two figures, with the paper's names."""
-    rules: dict[Curve, WindowRule] = {}
+FRESHEST = "freshest"
+"""The name of our curve in the paper's second figure."""
+
+
+def methods(total: int) -> dict[Curve, Rule]:
+    """Return the averages in the paper's two figures, with the paper's names, and `FRESHEST`."""
+    rules: dict[Curve, Rule] = {}
     for k in (10, 100):
         rules[Curve(f"k = {k}", "expk")] = Exponential(k)
         rules[Curve(f"k = {k}", "awak")] = AnytimeWindow(k, 2, turns="paper")
@@ -162,7 +174,14 @@ def methods(total: int) -> dict[Curve, WindowRule]:
         rules[Curve(f"c = {c}", "awa")] = AnytimeWindow(c, 2, turns="paper")
         rules[Curve(f"c = {c}", "awa3")] = AnytimeWindow(c, 3, turns="paper")
         rules[Curve(f"c = {c}", "true")] = ExactWindow(c)
+        rules[Curve(f"c = {c}", FRESHEST)] = AnyTail()
     return rules
+
+
+def reading(curve: Curve) -> Freshest | None:
+    """Return how to read the average of a curve; None if its rule has a window."""
+    is_freshest = curve.method == FRESHEST
+    return Freshest(float(curve.window.removeprefix("c = "))) if is_freshest else None
 
 
 def turns() -> dict[Curve, WindowRule]:
@@ -177,7 +196,7 @@ def turns() -> dict[Curve, WindowRule]:
 
 def measure(
     problem: Problem,
-    rules: Mapping[Curve, WindowRule],
+    rules: Mapping[Curve, Rule],
     advance: Callable[[int], Any] = lambda _: None,
 ) -> dict[Curve, Reals]:
     """Return the excess error of each average at every step of every run, on the same iterates.
@@ -194,7 +213,8 @@ def measure(
                     f"step {problem.used_step:g} is too large: the iterates diverge"
                 )
             for curve, average in averages.items():
-                errors[curve].append(regression.excess(average.scan(iterates)))
+                averaged = average.scan(iterates, reading(curve))
+                errors[curve].append(regression.excess(averaged))
             advance(len(iterates))
     return {curve: np.concatenate(chunks) for curve, chunks in errors.items()}
 

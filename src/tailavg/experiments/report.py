@@ -61,7 +61,8 @@ def write(result: Result, folder: Path, advance: Callable[[int], Any] = lambda _
 
 def summary(result: Result) -> list[str]:
     """Return three sentences: which claims hold, and by how much the errors differ."""
-    findings, means = result.findings, result.by_seed[0]
+    findings = [finding for finding in result.findings if not finding.claim.ours]
+    means = result.by_seed[0]
     exceptions = [finding for finding in findings if finding.verdict is not Verdict.holds]
     quoted = [
         f"“{row.claim.words}” {row.verdict} ({agreement(row)}, {_range(row)})"
