@@ -64,6 +64,8 @@ AGES = [(4, 5), (3, 4), (2, 3), (1, 2), (0, 1)]
         (["--window", "3", "--decay", "linear"], [0, 0, 1 / 3, 1 / 3, 1 / 3]),
         (["--window", "0.5", "--decay", "linear"], [0, 0, 1 / 3, 1 / 3, 1 / 3]),
         (["--window", "4", "--decay", "cosine"], by_hand(cosine, 4, AGES)),
+        (["--window", "3", "--method", "freshest"], freshest([1] * 5, 3)),
+        (["--window", "0.5", "--method", "freshest"], freshest([1] * 5, 2.5)),
         (["--window", "0.5", "--decay", "cosine"], by_hand(cosine, 2.5, AGES)),
         (["--window", "1.0", "--decay", "1-sqrt"], by_hand(sqrt, 5, AGES)),
         (["--window", "100", "--decay", "1-sqrt"], by_hand(sqrt, 5, AGES)),

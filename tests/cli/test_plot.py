@@ -16,7 +16,7 @@ from xml.etree import ElementTree as ET
 import numpy as np
 import pytest
 
-from tailavg import AnytimeWindow, Exponential, Growing, TailAverage
+from tailavg import AnyTail, AnytimeWindow, Exponential, Freshest, Growing, TailAverage
 from tests.support import commands
 from tests.support.commands import TAILAVG
 from tests.support.processes import python, started
@@ -71,6 +71,15 @@ def check(line, xs, curve):
     """The points of a line are those of a curve that fits the page without reduction."""
     np.testing.assert_array_equal(line["xs"], xs)
     np.testing.assert_allclose(line["ys"], curve, rtol=1e-12)
+
+
+def test_the_freshest_method(runs, tmp_path):
+    folder, samples = runs
+    lines = page(tmp_path, folder / "loss.txt", "-w", "0.25", "--method", "freshest")["value"]
+    average, xs = TailAverage(AnyTail(12, 0.25)), samples["a"][:, 0]
+    check(lines["the last 25 %"], np.arange(1.0, 901.0), average.scan(xs, Freshest(0.25)))
+    error = average.standard_error(Freshest(0.25))
+    assert lines["the last 25 %"]["now"] == f"{average.value(Freshest(0.25)):.4g} ± {error:.2g}"
 
 
 @pytest.mark.parametrize(

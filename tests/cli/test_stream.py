@@ -4,7 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, Growing
+from tailavg import (
+    AnyTail,
+    AnytimeWindow,
+    ExactWindow,
+    Exponential,
+    Freshest,
+    Growing,
+    TailAverage,
+)
 from tests.support import processes
 from tests.support.streams import (
     COMMAND,
@@ -295,3 +303,25 @@ def test_files_that_cannot_be_read(tmp_path):
         "expected event files with scalars, got none; of a folder of runs, name "
         "each run, as in runs/*"
     )
+
+
+@pytest.mark.parametrize("window", ["0.25", "1.0"])
+def test_the_freshest_method(window):
+    """An AnyTail whose shortest window is the fraction, read as Freshest."""
+    rule = AnyTail(12, 0.25 if window == "0.25" else 0.5)
+    averages = TailAverage(rule).scan([float(x) for x in NUMBERS], Freshest(float(window)))
+    written = done("-w", window, "--method", "freshest", text=lines(NUMBERS))
+    assert close(written, averages.tolist())
+    both = columns(done("--windows", f"{window},0.5", "--method", "freshest", text=lines(NUMBERS)))
+    rule = AnyTail(12, min(0.5, rule.shortest))
+    for column_, fraction in zip(both, (float(window), 0.5), strict=True):
+        averages = TailAverage(rule).scan([float(x) for x in NUMBERS], Freshest(fraction))
+        assert close(" ".join(column_), averages.tolist())
+
+
+@pytest.mark.parametrize("options", [["-w", "100"], ["-w", "0.5", "--at-most", "9"], ["--windows", "0.5,9"]])
+def test_the_freshest_method_needs_fractions(options):
+    _, told = failed("--method", "freshest", *options, code=2)
+    assert "--method freshest needs fractions, such as 0.25" in told
+    _, told = failed("--method", "freshest", "--accumulators", "3", code=2)
+    assert "accumulators: expected an int >= 6" in told

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from tailavg import AnyTail, Decay, Fixed, Growing, TailAverage
+from tailavg import AnyTail, Decay, Fixed, Freshest, Growing, TailAverage
 from tailavg.core.clock import BlockClock, starts_at
 from tailavg.jax import evaluate_tails, tail_average, value
 from tailavg.jax.clock import size_at
@@ -154,6 +154,7 @@ def filled():
 
 
 read = jax.jit(lambda state, window: value(state, window=window))
+read_freshest = jax.jit(lambda state, window: value(state, window=Freshest(window)))
 READINGS = [
     0.1,
     1.0,
@@ -166,6 +167,10 @@ READINGS = [
     Decay(700, "1-sqrt"),
     Decay(0.4, lambda u: (1 - u) ** 2),
     Decay(0.4, lambda u: 1 - jnp.sqrt(u)),
+    Freshest(0.1),
+    Freshest(0.3),
+    Freshest(1.0),
+    Freshest(700),
 ]
 
 
@@ -182,7 +187,7 @@ def test_windows_and_decays_are_read_as_numpy_reads_them(filled):
 
 def test_windows_and_decays_are_read_inside_a_program(filled):
     _, state, numpy = filled
-    windows = [0.3, 250, Growing(0.9, at_most=400), Decay(0.3, "cosine")]
+    windows = [0.3, 250, Growing(0.9, at_most=400), Decay(0.3, "cosine"), Freshest(0.3)]
     values = jax.jit(lambda state: [value(state, window=window) for window in windows])(state)
     np.testing.assert_allclose(values, [numpy.value(window) for window in windows], rtol=3e-6)
 
@@ -194,6 +199,9 @@ def test_a_window_may_be_traced(filled, window):
     for asked in (jnp.asarray(window), np.array(window)):
         assert_close(read(state, asked), expected, 3e-6)
         assert_close(average.value(state, window=asked), expected, 3e-6)
+        fresh = numpy.value(Freshest(window))
+        assert_close(read_freshest(state, asked), fresh, 3e-6)
+        assert_close(average.value(state, window=Freshest(jnp.asarray(asked))), fresh, 3e-6)
 
 
 @pytest.mark.parametrize("x64", [False, True])
@@ -217,11 +225,12 @@ def test_the_shortest_window_is_read_at_every_step(x64):
 def test_a_traced_window_that_is_not_allowed_is_nan(filled, window):
     _, state, _ = filled
     assert np.isnan(read(state, jnp.asarray(window))).all()
+    assert np.isnan(read_freshest(state, jnp.asarray(window))).all()
 
 
 def test_windows_that_are_not_allowed_are_refused_where_that_is_known(filled):
     average, state, _ = filled
-    for window in (0.05, 99, Decay(0.05, "cosine")):
+    for window in (0.05, 99, Decay(0.05, "cosine"), Freshest(0.05)):
         with pytest.raises(ValueError, match=r"window: expected at least 100 of the 1000 "):
             average.value(state, window=window)
     for window in (0, 1.5, "0.3"):
@@ -275,7 +284,7 @@ def test_a_tail_that_would_turn_too_often_is_refused():
 
 @pytest.mark.parametrize(
     "windows",
-    [[0.1, 0.5, Decay(0.3, "cosine"), 700], np.array([0.1, 0.5, 1.0]), jnp.array([200, 300])],
+    [[0.1, 0.5, Decay(0.3, "cosine"), Freshest(0.3), 700], np.array([0.1, 0.5, 1.0]), jnp.array([200, 300])],
     ids=["mixed", "fractions", "counts"],
 )
 def test_a_function_is_evaluated_on_each_tail(filled, windows):

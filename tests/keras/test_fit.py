@@ -4,7 +4,15 @@ import keras
 import numpy as np
 import pytest
 
-from tailavg import AnyTail, AnytimeWindow, Decay, ExactWindow, Exponential, TailAverage
+from tailavg import (
+    AnyTail,
+    AnytimeWindow,
+    Decay,
+    ExactWindow,
+    Exponential,
+    Freshest,
+    TailAverage,
+)
 from tailavg.core.clock import SUM, clock_for
 from tailavg.core.rules import as_rule
 from tailavg.keras import TailAveraging
@@ -58,12 +66,13 @@ def test_any_tail_is_read_with_a_window_and_with_a_decay():
         assert_close(weights(tail.model), combined(model_.of(0.7), samples[:, None]))
     assert equal(weights(tail.model), [got])
 
-    numpy, cosine = TailAverage(rule), Decay(0.5, "cosine")
+    numpy = TailAverage(rule)
     numpy.update_many(samples.astype(float))
-    decayed = TailAveraging(rule, cosine)
-    _, got = walk(decayed, STEPS)
-    assert_close([got], [numpy.value(cosine)])
-    np.testing.assert_allclose(decayed.weights(), numpy.weights(cosine), atol=1e-12)
+    for reading in (Decay(0.5, "cosine"), Freshest(0.5)):
+        by_age = TailAveraging(rule, reading)
+        _, got = walk(by_age, STEPS)
+        assert_close([got], [numpy.value(reading)])
+        np.testing.assert_allclose(by_age.weights(), numpy.weights(reading), atol=1e-12)
 
 
 @of_rules([AnytimeWindow(0.25), AnytimeWindow(10), Exponential(50)])

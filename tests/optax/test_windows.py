@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from tailavg import AnyTail, Decay, Fixed, Growing, TailAverage
+from tailavg import AnyTail, Decay, Fixed, Freshest, Growing, TailAverage
 from tailavg.optax import averaged_params, evaluate_tails, tail_average, with_tail_average
 from tests.support.any_tails import Tails
 from tests.support.optax_training import (
@@ -63,10 +63,13 @@ def test_a_window_may_be_traced(trained):
         assert_close(averaged_params(state, window=np.asarray(window)), wanted)
 
 
-@pytest.mark.parametrize("shape", ["linear", "cosine", "1-sqrt"])
-def test_a_decay_is_read_from_the_same_state(trained, shape):
+@pytest.mark.parametrize(
+    "decay",
+    [*(Decay(0.5, shape) for shape in ("linear", "cosine", "1-sqrt")), Freshest(0.5)],
+    ids=str,
+)
+def test_a_decay_is_read_from_the_same_state(trained, decay):
     params, state, history = trained
-    decay = Decay(0.5, shape)
 
     def read(xs):
         average = TailAverage(RULE)
@@ -102,7 +105,7 @@ def test_windows_are_evaluated_one_by_one(trained):
 
 def test_decays_are_evaluated_too(trained):
     params, state, _ = trained
-    decays = [Decay(0.5, "cosine"), Decay(30, "1-sqrt"), 0.5]
+    decays = [Decay(0.5, "cosine"), Decay(30, "1-sqrt"), Freshest(0.5), 0.5]
     got = evaluate_tails(lambda averaged: averaged, state, decays, params=params)
     for i, decay in enumerate(decays):
         wanted = averaged_params(state, params, decay)

@@ -10,6 +10,7 @@ from tailavg import (
     AnyTail,
     AnytimeWindow,
     Decay,
+    Freshest,
     Exponential,
     TailAverage,
     TailAverages,
@@ -75,7 +76,7 @@ def test_groups(rule):
         assert_close(got["loss"][of_run], weighted(weights, df["loss"].to_numpy()[of_run]), 1e-12)
 
 
-@pytest.mark.parametrize("window", [0.25, 1.0, Decay(0.5, "cosine")], ids=str)
+@pytest.mark.parametrize("window", [0.25, 1.0, Decay(0.5, "cosine"), Freshest(0.3)], ids=str)
 def test_an_any_tail_is_read_with_a_window(window):
     df = frame()
     got = tail_mean(df["loss"], AnyTail(), window=window)

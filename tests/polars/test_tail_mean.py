@@ -11,6 +11,7 @@ from tailavg import (
     AnyTail,
     AnytimeWindow,
     Decay,
+    Freshest,
     Exponential,
     TailAverage,
     TailAverages,
@@ -239,7 +240,7 @@ def test_what_is_refused():
         tail_mean(pl.col("loss"), 1.5)
 
 
-@pytest.mark.parametrize("window", [0.25, 1.0, Decay(0.5, "cosine")], ids=str)
+@pytest.mark.parametrize("window", [0.25, 1.0, Decay(0.5, "cosine"), Freshest(0.3)], ids=str)
 def test_an_any_tail_is_read_with_a_window(window):
     df = frame()
     expected = TailAverage(AnyTail()).scan(df["loss"].to_numpy(), window)

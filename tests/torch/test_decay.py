@@ -1,11 +1,11 @@
-"""ParameterAverage read as a learning-rate decay: every output against the weights of samples."""
+"""ParameterAverage read as a decay or as Freshest: every output against weights of samples."""
 
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
 
-from tailavg import AnyTail, AnytimeWindow, Decay, TailAverage
+from tailavg import AnyTail, AnytimeWindow, Decay, Freshest, TailAverage
 from tailavg.torch import ParameterAverage
 from tests.support.torch_models import bits, counted, outputs, tensors_of, walked, wide
 
@@ -14,6 +14,7 @@ DECAYS = [
     Decay(0.5, "1-sqrt"),
     Decay(1.0, "linear"),
     Decay(300, lambda u: (1 - u) ** 2),
+    Freshest(0.3),
 ]
 every_decay = pytest.mark.parametrize("decay", DECAYS, ids=lambda decay: str(decay.window))
 
