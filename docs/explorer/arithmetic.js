@@ -145,6 +145,32 @@ const tailavg = (() => {
     return weights;
   }
 
+  /** The weights of consecutive blocks, oldest first, that have the variance of k samples and the
+   * least mean age.
+   *
+   * Block b has n_b of N samples, whose mean age is a_b. Its weight is n_b / N · (1 + (N / 2 - a_b) · s)
+   * with s² = (N - k) / (k V), where V is the variance of the a_b. The oldest blocks are left out
+   * while their weight would be negative. 12 N V is the sum of 3 · older · newer · n_b, where `newer`
+   * and `older` are the ages at which block b ends and begins.
+   */
+  function freshest(sizes, k) {
+    const slope = (samples, spread) =>
+      Math.sqrt(((3 * samples) / Math.max(spread, 1)) * (Math.max(0, samples - k) / k));
+    let newer = 0, spread = 0, kept = { samples: 0, spread: 0 };
+    const blocks = [...sizes].reverse().map((size) => { // the newest first
+      const block = { size, newer, older: newer + size };
+      spread += 3 * block.older * newer * size;
+      // the oldest block of these has a weight of at least 0
+      if (newer * slope(block.older, spread) <= 1) kept = { samples: block.older, spread };
+      newer = block.older;
+      return block;
+    });
+    const { samples } = kept, tilt = slope(samples, kept.spread);
+    const weight = ({ size, newer, older }) =>
+      older > samples ? 0 : Math.max(0, (size / samples) * (1 + (samples - older - newer) * tilt));
+    return blocks.map(weight).reverse();
+  }
+
   // rules.py --------------------------------------------------------------------------------------
 
   /** A few blocks; the oldest is given up. `starts` has one for each accumulator, empty ones at 0. */
@@ -168,10 +194,11 @@ const tailavg = (() => {
     }
   }
 
-  /** Blocks that cover the whole stream, to be read with any `window`; neighbours are merged. */
+  /** Blocks that cover the whole stream; neighbours are merged. A read has any `window`, and the
+   * weights of `reading`: `read` or `freshest`. */
   class AnyTail {
-    constructor(window, accumulators = 12, shortest = 0.1) {
-      Object.assign(this, { window, accumulators, shortest });
+    constructor(window, accumulators = 12, shortest = 0.1, reading = read) {
+      Object.assign(this, { window, accumulators, shortest, reading });
       const best = (0.3 + (2 * Math.log(1 / shortest)) / (1 - shortest)) / (accumulators - 1);
       const thousandths = Math.max(1, Math.min(1000, Math.round(1000 * best)));
       [this.p, this.q] = fraction(shortest);
@@ -315,7 +342,8 @@ const tailavg = (() => {
     if (rule instanceof ExactWindow) return [[rule.samples(t), 1 / rule.samples(t)]];
     const starts = startsAt(rule, t);
     const sizes = starts.map((start, i) => (starts[i + 1] ?? t) - start);
-    const weights = read(sizes, rule.window.size(t));
+    const reading = rule instanceof AnyTail ? rule.reading : read;
+    const weights = reading(sizes, rule.window.size(t));
     const first = weights.findIndex((weight) => weight > 0);
     return sizes.map((size, i) => [size, weights[i] / size]).slice(first).reverse();
   }
@@ -347,6 +375,6 @@ const tailavg = (() => {
 
   return {
     AnyTail, AnytimeWindow, ExactWindow, Exponential, Fixed, Growing,
-    closesAt, newestFirst, profile, read, startsAt,
+    closesAt, freshest, newestFirst, profile, read, startsAt,
   };
 })();

@@ -83,9 +83,9 @@
   function choose(changes, typing = null) {
     const before = chosen;
     chosen = { ...chosen, ...changes };
-    if (chosen.method === "anytail" && !settings.readable(chosen)) chosen.method = "anytime";
-    const { blocks, usual } = METHODS[chosen.method];
-    if (blocks && (chosen.method === "anytail") !== (before.method === "anytail")) chosen.accumulators = usual;
+    if (METHODS[chosen.method].tails && !settings.readable(chosen)) chosen.method = "anytime";
+    const { blocks, tails, usual } = METHODS[chosen.method];
+    if (blocks && tails !== METHODS[before.method].tails) chosen.accumulators = usual;
     const only = Object.keys(changes).every((name) => name === "t" || name === "numbers");
     if (!only) rules = settings.rules(chosen);
     show(typing);
@@ -146,14 +146,16 @@
     for (const [name, is] of Object.entries(used)) document.querySelector(`[data-field=${name}]`).hidden = !is;
     for (const radio of document.querySelectorAll("#x-form [type=radio]"))
       radio.checked = chosen[radio.name] === radio.value;
-    document.querySelector("[value=anytail]").disabled = !settings.readable(chosen);
+    for (const radio of document.querySelectorAll("#x-form [name=method]"))
+      radio.disabled = METHODS[radio.value].tails && !settings.readable(chosen);
     $("method-hint").textContent = {
       anytime: "A few blocks. The oldest is given up when the others hold the window.",
       paper: "As the paper turns blocks: greedily, so that large and small ones alternate.",
       anytail: "Blocks that cover the stream, read with any fraction. Neighbours are merged.",
+      freshest: "The blocks of “every tail”, weighted for the least lag. A sample weighs less the older it is.",
       exponential: "One mean with a decay that follows t. It fades, and never forgets.",
       exact: "Keeps every sample of the window. The reference.",
-    }[method] + (settings.readable(chosen) ? "" : " (“Every tail” reads fractions.)");
+    }[method] + (settings.readable(chosen) ? "" : " (“Every tail” needs “the last fraction”.)");
     $("previous").disabled = !blocks || chosen.t <= 1;
     $("next").disabled = !blocks || tailavg.closesAt(rules[method], chosen.t) >= LIMITS.t[1];
     document.querySelectorAll(".explorer").forEach((part) => (part.dataset.method = method));
@@ -225,7 +227,7 @@
     if (name === "exact") return `Samples held: ${commas(rule.samples(t))}, all of the same weight.`;
     const closes = tailavg.closesAt(rule, t), full = tailavg.startsAt(rule, t).length === rule.accumulators;
     if (closes > 1e15) return "The open block never closes: the window is all there is.";
-    const gone = { anytail: "two neighbours are merged, and " }[name] ?? "the oldest is given up, and ";
+    const gone = METHODS[name].tails ? "two neighbours are merged, and " : "the oldest is given up, and ";
     const then = `${full ? gone : ""}a new one opens.`;
     if (closes === t) return `The open block is full. With the next sample, ${then}`;
     const more = closes - t === 1 ? "one more sample" : `${commas(closes - t)} more samples`;

@@ -5,10 +5,12 @@ const settings = (() => {
 
   const MOST = 1e6; // samples, in a window or a stream
 
+  // blocks: has accumulators, at least `least`, by default `usual`; tails: an AnyTail, read with fractions only
   const METHODS = {
     anytime: { title: "anytime window", short: "anytime", blocks: true, least: 2, usual: 3 },
     paper: { title: "anytime, paper’s turns", short: "paper’s turns", blocks: true, least: 2, usual: 3 },
-    anytail: { title: "every tail", short: "every tail", blocks: true, least: 6, usual: 12 },
+    anytail: { title: "every tail", short: "every tail", blocks: true, tails: true, least: 6, usual: 12 },
+    freshest: { title: "every tail, freshest", short: "freshest", blocks: true, tails: true, least: 6, usual: 12 },
     exponential: { title: "exponential", short: "exponential", blocks: false },
     exact: { title: "exact window", short: "exact", blocks: false },
   };
@@ -58,7 +60,7 @@ const settings = (() => {
       if (take("atMost", "at_most")) chosen.kind = "capped";
     }
     const method = given.get("method");
-    if (Object.hasOwn(METHODS, method ?? "") && (method !== "anytail" || readable(chosen)))
+    if (Object.hasOwn(METHODS, method ?? "") && (!METHODS[method].tails || readable(chosen)))
       chosen.method = method;
     chosen.accumulators = METHODS[chosen.method].usual ?? DEFAULTS.accumulators;
     take("accumulators", "accumulators", METHODS[chosen.method].least);
@@ -78,9 +80,10 @@ const settings = (() => {
     const { kind, k, c, atMost, method, accumulators } = chosen;
     const window =
       kind === "fixed" ? new tailavg.Fixed(k) : new tailavg.Growing(c, kind === "capped" ? atMost : Infinity);
+    const reading = method === "freshest" ? tailavg.freshest : tailavg.read;
     const blocks =
-      method === "anytail"
-        ? new tailavg.AnyTail(window, accumulators, shortest(chosen))
+      METHODS[method].tails
+        ? new tailavg.AnyTail(window, accumulators, shortest(chosen), reading)
         : new tailavg.AnytimeWindow(window, accumulators, method === "paper" ? "paper" : "balanced");
     return {
       [METHODS[method].blocks ? method : "anytime"]: blocks,
@@ -109,7 +112,8 @@ const settings = (() => {
     if (method === "exponential") return { rule: call("Exponential", window), names };
     if (method === "exact") return { rule: call("ExactWindow", window), names };
     if (method === "paper") return { rule: call("AnytimeWindow", window, count, 'turns="paper"'), names };
-    if (method === "anytail") {
+    if (METHODS[method].tails) {
+      if (method === "freshest") names.push("Freshest");
       const least = shortest(chosen);
       return { rule: call("AnyTail", count, least === 0.1 ? "" : `shortest=${fraction(least)}`), names };
     }
@@ -121,21 +125,22 @@ const settings = (() => {
     const { kind, c, atMost, method, accumulators } = chosen, { rule, names } = python(chosen);
     const imports = (...more) => `from tailavg import ${[...names, ...more].sort().join(", ")}\n`;
     const others = names.length ? imports() : "";
-    const tail = method === "anytail";
+    const { tails } = METHODS[method];
+    const reading = method === "freshest" ? `Freshest(${fraction(c)})` : fraction(c); // of an AnyTail
     const samples = { note: "An exact window holds every sample: too many for the weights of a model." };
-    const read = tail ? `window=${fraction(c)}` : "";
+    const read = tails ? `window=${reading}` : "";
     return {
       python: {
         code: `${imports("TailAverage")}average = TailAverage(${rule})`,
         note: "Then average.update(x) for each sample; at any time average.value(" +
-          (tail ? `${fraction(c)}), or of another fraction from ${fraction(shortest(chosen))} on.` : ")."),
+          (tails ? `${reading}), or of another fraction from ${fraction(shortest(chosen))} on.` : ")."),
       },
       torch: method === "exact" ? samples : {
         code: `${others}from tailavg.torch import ParameterAverage\naverage = ParameterAverage(model, ${rule})`,
         note: `Then average.attach(optimizer); average.average_parameters(${read}) to evaluate.`,
       },
       optax: method === "exact" ? samples : {
-        code: `${others}from tailavg.optax import with_tail_average\ntx = with_tail_average(optax.adam(1e-3), ${rule})`,
+        code: `${others}from tailavg.optax import averaged_params, with_tail_average\ntx = with_tail_average(optax.adam(1e-3), ${rule})`,
         note: `Then averaged_params(opt_state, params${read && ", " + read}) to evaluate.`,
       },
       shell: shell(),
@@ -146,20 +151,24 @@ const settings = (() => {
         return { note: "The command line has balanced turns only. Use Python for the paper's." };
       const usual = accumulators === METHODS[method].usual || !METHODS[method].blocks;
       const count = usual ? "" : ` --accumulators ${accumulators}`;
-      if (tail) {
-        const least = shortest(chosen), all = least === c ? [c] : [least, c];
+      const least = shortest(chosen);
+      if (method === "anytail") {
+        const all = least === c ? [c] : [least, c];
         return {
           code: `tailavg stream --windows ${all.map(fraction).join(",")}${count} log.txt`,
           note: all.length > 1 ? "One column for each window; the shortest comes first." : "",
         };
       }
       const cap = kind === "capped" ? ` --at-most ${atMost}` : "";
-      const how = METHODS[method].blocks ? "" : ` --method ${method}`;
+      const how = ["exponential", "exact", "freshest"].includes(method) ? ` --method ${method}` : "";
+      const notes = { paper: "For a fixed window, both kinds of turns are the same." };
+      if (method === "freshest" && least < c && c < 1) // the weights of all samples do not depend on blocks
+        notes.freshest =
+          `The blocks of this command suit ${c} alone; those of this page suit all fractions from ${least} on. The averages ` +
+          `differ slightly. With --windows ${least},${c} instead of --window ${c}, the last column is the average of this page.`;
       return {
         code: `tailavg stream --window ${windowText(chosen)}${cap}${how}${count} log.txt`,
-        note: method === "paper"
-          ? "For a fixed window, both kinds of turns are the same."
-          : "One number per line in, one average out.",
+        note: notes[method] ?? "One number per line in, one average out.",
       };
     }
   }

@@ -3,7 +3,16 @@
 import numpy as np
 import pytest
 
-from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, Fixed, Growing, TailAverage
+from tailavg import (
+    AnyTail,
+    AnytimeWindow,
+    ExactWindow,
+    Exponential,
+    Fixed,
+    Freshest,
+    Growing,
+    TailAverage,
+)
 from tailavg.core.clock import starts_at
 from tailavg.core.profile import dense_weights, profile
 from tests.support import browser
@@ -32,8 +41,8 @@ FOLLOW = """
 return arguments[0].map((hash) => {
   const chosen = settings.fromHash(hash), rules = Object.values(settings.rules(chosen));
   const { n, since, averages } = signals.responses(rules, rules[0].window, chosen.t);
-  const { t, c } = chosen;
-  return { n, since, averages, t, c, python: settings.lines(chosen).python.code };
+  const { t, c, method } = chosen;
+  return { n, since, averages, t, c, method, python: settings.lines(chosen).python.code };
 });
 """
 
@@ -74,7 +83,9 @@ def cases():
                 number += 1
         if isinstance(window, Growing) and window.at_most is None:
             for accumulators, t in ((6, 101), (12, 4000), (16, 77_777)):
-                tried.append((AnyTail(accumulators, min(0.1, window.c)), t, window))
+                rule = AnyTail(accumulators, min(0.1, window.c))
+                tried += [(rule, t, window), (rule, t, Freshest(window))]
+            tried += [(AnyTail(12, min(0.1, window.c)), t, Freshest(window)) for t in STEPS]
     return [
         *tried,
         (AnytimeWindow(0.07), 100, None),  # 0.07 · 100 is 7
@@ -134,6 +145,7 @@ SIGNALS = {  # settings of charts, and how close they are to the averages of the
     "#window=1&t=1": 1e-9,
     "#window=0.25&t=100000": 1e-3,
     "#window=0.3&method=anytail&t=900": 1e-9,
+    "#window=0.3&method=freshest&t=900": 1e-9,
 }
 
 
@@ -143,12 +155,16 @@ def test_the_charts_are_averages_of_their_signals(explorer):
         names = {}
         exec(chart["python"], names)
         rule = names["average"].rule
-        fraction = Growing(chart["c"]) if isinstance(rule, AnyTail) else None
-        window = fraction or rule.window
+        window = Growing(chart["c"]) if isinstance(rule, AnyTail) else rule.window
+        tails = {"anytail": window, "freshest": Freshest(window)}
         t, n, ahead = chart["t"], chart["n"], np.arange(1, chart["since"][-1] + 1)
         outlier = np.where(ahead == 1, n, 0)
         signals = {"step": np.ones(len(ahead)), "drift": ahead / n, "outlier": outlier}
-        rules = [(rule, fraction), (Exponential(window), None), (ExactWindow(window), None)]
+        rules = [
+            (rule, tails.get(chart["method"])),
+            (Exponential(window), None),
+            (ExactWindow(window), None),
+        ]
         for (other, reading), drawn in zip(rules, chart["averages"], strict=True):
             for name, signal in signals.items():
                 stream = np.concatenate([np.zeros(t), signal])

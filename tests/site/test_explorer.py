@@ -1,11 +1,12 @@
 """What the explorer shows is what the library says, and its lines do what its settings mean."""
 
+import re
 import shlex
 
 import numpy as np
 import pytest
 
-from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, Growing, TailAverage
+from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, Freshest, Growing, TailAverage
 from tailavg.core.clock import starts_at
 from tailavg.core.profile import profile
 from tests.support import browser, commands
@@ -29,8 +30,12 @@ CASES = [
     (AnyTail(), 1150, Growing(0.3)),
     (AnyTail(8), 100_000, Growing(1.0)),
     (AnyTail(12, shortest=0.05), 5000, Growing(0.05)),
+    (AnyTail(), 1150, Freshest(0.3)),
+    (AnyTail(8), 100_000, Freshest(0.25)),
+    (AnyTail(), 777, Freshest(1.0)),
+    (AnyTail(7, shortest=0.05), 5000, Freshest(0.05)),
 ]
-CASES = {f"{rule} at {t}": (rule, t, window) for rule, t, window in CASES}
+CASES = {f"{rule}, {window} at {t}": (rule, t, window) for rule, t, window in CASES}
 BLOCKS = AnytimeWindow | AnyTail
 
 
@@ -39,8 +44,8 @@ READ = """
 const text = (selector) => document.querySelector(selector).textContent;
 return {
   stats: Object.fromEntries(arguments[0].map((name) => [name, text(`[data-stat=${name}]`)])),
-  live: text('#x-live'), python: text('#x-python-code'), shell: text('#x-shell-code'),
-  shellNote: text('#x-shell-note'),
+  live: text('#x-live'), python: text('#x-python-code'), pythonNote: text('#x-python-note'),
+  shell: text('#x-shell-code'), shellNote: text('#x-shell-note'),
 };
 """
 
@@ -90,16 +95,27 @@ def test_blocks(shown, name):
 def test_lines_of_python_mean_the_rule(shown, name):
     names = {}
     exec(shown[name]["python"], names)
-    assert names["average"].rule == CASES[name][0]
+    rule, _, window = CASES[name]
+    average = names["average"]
+    assert average.rule == rule
+    average.update_many(np.sin(np.arange(400.0)))
+    said = eval(re.search(r"average\.value\(.*?\)+", shown[name]["pythonNote"])[0], names)
+    assert said == average.value(window)
 
 
 @pytest.mark.parametrize(
-    "rule", [0.25, AnytimeWindow(100, 5), Exponential(Growing(0.5, 90)), AnyTail()]
+    ("rule", "window"),
+    [
+        (0.25, None),
+        (AnytimeWindow(100, 5), None),
+        (Exponential(Growing(0.5, 90)), None),
+        (AnyTail(), Growing(0.3)),
+        (AnyTail(), Freshest(0.3)),
+    ],
 )
-def test_lines_of_torch_and_optax_run(explorer, rule):
+def test_lines_of_torch_and_optax_run(explorer, rule, window):
     torch, optax = pytest.importorskip("torch"), pytest.importorskip("optax")
     asked = AnytimeWindow(rule) if isinstance(rule, float) else rule
-    window = Growing(0.3) if isinstance(rule, AnyTail) else None
     explorer.follow(link(asked, 500, window))
     names = {"model": torch.nn.Linear(2, 1), "optax": optax}
     exec(explorer.text("#x-torch-code"), names)
@@ -107,13 +123,16 @@ def test_lines_of_torch_and_optax_run(explorer, rule):
     average, params = names["average"], {"x": np.zeros(3)}
     assert average.rule == asked
     average.update()
-    reading = {} if window is None else {"window": 0.3}
-    with average.average_parameters(**reading):
+    reading = {None: "", Growing(0.3): "window=0.3", Freshest(0.3): "window=Freshest(0.3)"}[window]
+    of_torch = f"average.average_parameters({reading})"
+    assert f"{of_torch} to evaluate" in explorer.text("#x-torch-note")
+    with eval(of_torch, names):
         pass
     state = names["tx"].init(params)
-    names["tx"].update(params, state, params)
-    said = explorer.text("#x-torch-note") + explorer.text("#x-optax-note")
-    assert said.count("window=0.3") == (0 if window is None else 2)
+    _, state = names["tx"].update(params, state, params)
+    of_optax = f"averaged_params(opt_state, params{reading and f', {reading}'})"
+    assert f"Then {of_optax} to evaluate" in explorer.text("#x-optax-note")
+    assert set(eval(of_optax, names, {"opt_state": state, "params": params})) == {"x"}
 
 
 def test_an_exact_window_has_no_lines_for_models(explorer):
@@ -135,14 +154,25 @@ def test_lines_of_the_shell_run(shown, name, tmp_path):
     rule, _, window = CASES[name]
     samples = np.sin(np.arange(400.0))
     (tmp_path / "log.txt").write_text("".join(f"{x!r}\n" for x in samples.tolist()))
-    program, *options = shlex.split(shown[name]["shell"])
-    assert program == "tailavg"
-    output = commands.run(*options, folder=tmp_path).stdout
     average = TailAverage(rule)
     average.update_many(samples)
-    expected = average.value(*([] if window is None else [window]))
-    last = output.splitlines()[-1].replace(",", "\t").split()[-1]
-    assert float(last) == pytest.approx(expected, rel=1e-11)
+    expected = average.value(window)
+    line, note = shown[name]["shell"], shown[name]["shellNote"]
+    if other := re.search("With (--windows .*?) instead of (--window .*?),", note):
+        own_blocks = TailAverage(AnyTail(rule.accumulators, shortest=window.window.c))
+        own_blocks.update_many(samples)
+        assert last_number(line, tmp_path) == pytest.approx(own_blocks.value(window), rel=1e-11)
+        line = line.replace(other[2], other[1])
+    assert bool(other) == (isinstance(window, Freshest) and rule.shortest < window.window.c < 1)
+    assert last_number(line, tmp_path) == pytest.approx(expected, rel=1e-11)
+
+
+def last_number(line, folder):
+    """The last number that a line for the shell prints."""
+    program, *options = shlex.split(line)
+    assert program == "tailavg"
+    output = commands.run(*options, folder=folder).stdout
+    return float(output.splitlines()[-1].replace(",", "\t").split()[-1])
 
 
 def test_the_shell_has_balanced_turns_only(shown):

@@ -45,6 +45,12 @@ LINKS = {
         "accumulators": "7",
         "numbers": "124000000",
     },
+    "#window=0.3&method=freshest&accumulators=7&t=42": {
+        "kind": "growing",
+        "c": "0.3",
+        "method": "freshest",
+        "accumulators": "7",
+    },
 }
 
 
@@ -113,9 +119,30 @@ def test_to_open_nonsense_shows_the_usual(pages, link):
     shows_the_usual(pages)
 
 
-def test_nonsense_beside_sense(explorer):
-    explorer.follow("#window=100&method=anytail&accumulators=2&t=50")  # an AnyTail reads fractions
+@pytest.mark.parametrize("method", ["anytail", "freshest"])  # which read fractions only
+def test_nonsense_beside_sense(explorer, method):
+    explorer.follow(f"#window=100&method={method}&accumulators=2&t=50")
     shows(explorer, kind="fixed", k="100", method="anytime", accumulators="2", t="50")
+    explorer.follow(f"#window=0.25&at_most=100&method={method}&t=50")
+    shows(explorer, kind="capped", atMost="100", method="anytime", accumulators="3", t="50")
+    explorer.follow(f"#window=0.25&method={method}&accumulators=5&t=50")  # it needs six
+    shows(explorer, kind="growing", method=method, accumulators="12", t="50")
+
+
+DISABLED = "return [...document.querySelectorAll('[name=method]:disabled')].map((one) => one.value)"
+
+
+@pytest.mark.parametrize("method", ["anytail", "freshest"])
+def test_a_fixed_window_disables_the_methods_that_read_fractions(explorer, method):
+    explorer.follow(f"#window=0.25&method={method}&t=1150")
+    assert explorer.run(DISABLED) == []
+    for kind in ("fixed", "capped"):
+        explorer.follow(f"#window=0.25&method={method}&t=1150")
+        explorer.browser.find_element("css selector", f"[value={kind}]").click()
+        explorer.rest()
+        shows(explorer, kind=kind, method="anytime", accumulators="3")
+        assert explorer.run(DISABLED) == ["anytail", "freshest"]
+        assert "needs “the last fraction”" in explorer.text("#x-method-hint")
 
 
 def test_back_and_forward(pages):
@@ -221,7 +248,10 @@ def test_keys_choose_a_method_and_accumulators(explorer):
     explorer.rest()
     shows(explorer, accumulators="7")
     explorer.browser.switch_to.active_element.send_keys(Keys.SHIFT + Keys.TAB)
-    explorer.press(Keys.ARROW_LEFT)
+    explorer.press(Keys.ARROW_RIGHT)
+    explorer.rest()
+    shows(explorer, method="freshest", accumulators="7")  # the same blocks, read in another way
+    explorer.press(Keys.ARROW_LEFT, Keys.ARROW_LEFT)
     explorer.rest()
     shows(explorer, method="paper", accumulators="3")
 

@@ -12,6 +12,7 @@ LINKS = [
     "#window=0.25&t=1150",
     "#window=1000000&method=paper&accumulators=16&t=1000000&numbers=70000000000",
     "#window=0.3&method=anytail&t=1000000",
+    "#window=0.3&method=freshest&t=1000000",
     "#window=0.3&at_most=1000&method=exponential&t=5000",
     "#window=3&method=exact&t=1",
 ]
@@ -91,7 +92,9 @@ def test_a_phone(pages):
         assert pages.run(SMALL) == [], link
         settings = pages.settings()
         window = {"fixed": ["k"], "growing": ["c"], "capped": ["c", "atMost"]}[settings["kind"]]
-        blocks = ["accumulators"] * (settings["method"] in ("anytime", "paper", "anytail"))
+        blocks = ["accumulators"] * (
+            settings["method"] in ("anytime", "paper", "anytail", "freshest")
+        )
         assert pages.run(BOXES) == [*window, *blocks, "t", "numbers"], link
 
 
@@ -133,7 +136,7 @@ def test_figures_are_drawn_anew_when_the_width_changes(pages):
 
 def test_quiet_and_alone(pages):
     pages.explore("#window=0.25&t=1150")
-    for value in ("paper", "anytail", "exponential", "exact", "fixed", "capped"):
+    for value in ("paper", "anytail", "freshest", "exponential", "exact", "fixed", "capped"):
         pages.run("document.querySelector(`[value=${arguments[0]}]`).click()", value)
         pages.rest()
     assert pages.console() == []

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, Fixed, Growing
+from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, Fixed, Freshest, Growing
 from tests.support.paths import ROOT
 from tests.support.processes import python
 
@@ -184,7 +184,8 @@ class Pages:
 
 def link(rule: Any, t: int, window: Any = None) -> str:
     """The link to a rule in the explorer; `window` is what to read an AnyTail with."""
-    window = window or rule.window
+    is_freshest = isinstance(window, Freshest)
+    window = window.window if is_freshest else window or rule.window
     parts = {"window": window.k if isinstance(window, Fixed) else window.c}
     if isinstance(window, Growing) and window.at_most is not None:
         parts["at_most"] = window.at_most
@@ -192,7 +193,7 @@ def link(rule: Any, t: int, window: Any = None) -> str:
         parts["method"] = "paper" if rule.turns == "paper" else "anytime"
     else:
         kinds = {AnyTail: "anytail", Exponential: "exponential", ExactWindow: "exact"}
-        parts["method"] = kinds[type(rule)]
+        parts["method"] = "freshest" if is_freshest else kinds[type(rule)]
     if isinstance(rule, AnytimeWindow | AnyTail):
         parts["accumulators"] = rule.accumulators
     return "#" + "&".join(f"{name}={value}" for name, value in {**parts, "t": t}.items())
