@@ -319,7 +319,9 @@ def test_the_freshest_method(window):
         assert close(" ".join(column_), averages.tolist())
 
 
-@pytest.mark.parametrize("options", [["-w", "100"], ["-w", "0.5", "--at-most", "9"], ["--windows", "0.5,9"]])
+@pytest.mark.parametrize(
+    "options", [["-w", "100"], ["-w", "0.5", "--at-most", "9"], ["--windows", "0.5,9"]]
+)
 def test_the_freshest_method_needs_fractions(options):
     _, told = failed("--method", "freshest", *options, code=2)
     assert "--method freshest needs fractions, such as 0.25" in told

@@ -44,12 +44,14 @@ from tailavg.experiments.regression import (
     measure,
     measure_tails,
     methods,
+    reading,
     turns,
 )
 from tailavg.experiments.run import Plan, run
 from tests.support import commands
+from tests.support.any_tails import Tails
 from tests.support.commands import TAILAVG
-from tests.support.model import averages, weight_matrix
+from tests.support.model import averages, freshest, weight_matrix
 from tests.support.paths import DOCS
 from tests.support.processes import started
 
@@ -132,9 +134,23 @@ def test_chunks_do_not_change_the_errors(chunk, monkeypatch):
         np.testing.assert_allclose(got[curve], errors, rtol=1e-9)
 
 
+def freshest_matrix(rule, c):
+    """The weights of an AnyTail read as Freshest(c), a row for each step, by the slow model."""
+    tails, matrix = Tails(rule), np.zeros((SMALL.batches, SMALL.batches))
+    for t in range(1, SMALL.batches + 1):
+        tails.add()
+        weights = freshest([len(block) for block in tails.blocks], max(1.0, c * t))
+        for block, weight in zip(tails.blocks, weights, strict=True):
+            matrix[t - 1, block] = weight / len(block)
+    return matrix
+
+
 @pytest.mark.parametrize(("curve", "rule"), [*methods(60).items(), *turns().items()], ids=str)
 def test_errors_are_those_of_brute_force_averages(curve, rule):
-    weights = weight_matrix(rule, SMALL.batches)
+    if reading(curve) is None:
+        weights = weight_matrix(rule, SMALL.batches)
+    else:
+        weights = freshest_matrix(rule, float(curve.window.removeprefix("c = ")))
     expected = Regression(SMALL).excess(averages(weights, iterates(SMALL)))
     np.testing.assert_allclose(measure(SMALL, {curve: rule})[curve], expected, rtol=1e-9)
 
@@ -308,6 +324,9 @@ def test_extent_is_the_least_and_largest_gap_from_the_first_step_on():
         ("awa3", {"awa3_0.5": 1.15}, False),
         ("memory", {"awa_0.5": 1.15}, True),
         ("memory", {"awa_0.5": 1.15, "awa3_0.5": 1.15}, False),
+        ("freshest", {"freshest_0.25": 1.05, "freshest_0.5": 0.8}, True),
+        ("freshest", {"freshest_0.25": 1.15}, False),
+        ("freshest", {"freshest_0.5": 1.15}, False),
     ],
 )
 def test_verdicts_follow_the_curves(name, factors, holds):
@@ -361,7 +380,8 @@ def test_every_claim_quotes_the_paper_and_says_what_is_compared():
     places = {place for claim in claims for place in claim.quotes}
     assert places == {
         "Abstract", "Introduction", "Section 2", "Section 3", "Figure 1", "Figure 2", "Experiments"
-    }  # fmt: skip
+    } | {"Ours, not in the paper"}  # fmt: skip
+    assert [claim.name for claim in claims if claim.ours] == ["freshest"]
 
 
 @pytest.mark.parametrize(

@@ -284,7 +284,11 @@ def test_a_tail_that_would_turn_too_often_is_refused():
 
 @pytest.mark.parametrize(
     "windows",
-    [[0.1, 0.5, Decay(0.3, "cosine"), Freshest(0.3), 700], np.array([0.1, 0.5, 1.0]), jnp.array([200, 300])],
+    [
+        [0.1, 0.5, Decay(0.3, "cosine"), Freshest(0.3), 700],
+        np.array([0.1, 0.5, 1.0]),
+        jnp.array([200, 300]),
+    ],
     ids=["mixed", "fractions", "counts"],
 )
 def test_a_function_is_evaluated_on_each_tail(filled, windows):

@@ -10,8 +10,8 @@ from tailavg import (
     AnyTail,
     AnytimeWindow,
     Decay,
-    Freshest,
     Exponential,
+    Freshest,
     TailAverage,
     TailAverages,
 )

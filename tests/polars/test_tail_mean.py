@@ -11,8 +11,8 @@ from tailavg import (
     AnyTail,
     AnytimeWindow,
     Decay,
-    Freshest,
     Exponential,
+    Freshest,
     TailAverage,
     TailAverages,
 )

@@ -244,9 +244,9 @@ def _oldest_share(window: str, total: int) -> float:
     ratios: list[float] = []
     for t in range(1, total + 1):
         average.update(0.0)
-        if t >= first_step(total):
-            age = average.profile(reading(curve)).mean_age
-            ratios.append(age / ((Growing(c).size(t) - 1) / 2))
+        exact_age = (Growing(c).size(t) - 1) / 2
+        if t >= first_step(total) and exact_age > 0:
+            ratios.append(average.profile(reading(curve)).mean_age / exact_age)
     return max(ratios)
 
 

@@ -103,7 +103,8 @@ def make(result: Result) -> list[Figure]:
             "figure2",
             "Figure 2: a growing window",
             caption.format(methods="raw, exp, awa, awa3 and true", true="true")
-            + " The dashed freshest is ours: an AnyTail read as Freshest(c). Before its tail begins, raw is the latest iterate, and its gap is off the panel.",
+            + " The dashed freshest is ours: an AnyTail read as Freshest(c). Before its tail "
+            "begins, raw is the latest iterate, and its gap is off the panel.",
             result,
             ("c = 0.25", "c = 0.5"),
         ),
