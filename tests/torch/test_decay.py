@@ -75,5 +75,7 @@ def test_what_cannot_be_read_changes_nothing(call, tmp_path):
 
 
 def test_a_decay_is_no_rule():
-    with pytest.raises(TypeError, match=r"average with AnyTail\(\), and read that with the decay"):
+    with pytest.raises(
+        TypeError, match=r"average with AnyTail\(\), and read the average with this decay"
+    ):
         ParameterAverage(torch.nn.Linear(1, 1), Decay(0.2, "cosine"))
