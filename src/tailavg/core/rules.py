@@ -105,7 +105,7 @@ class AnytimeWindow(OfWindow):
         return end if starts[0] == starts[1] else max(end, window.filled_at(starts[1]))
 
     def alike_until(self, starts: Sequence[int], size: int) -> int:
-        """Return the last step at which a block of `size` starts, if all blocks have it now.
+        """Return the last step at which a block of `size` starts, if all blocks have that size.
 
         Examples:
             >>> AnytimeWindow(0.001).alike_until([0, 1, 2], 1)
