@@ -40,7 +40,7 @@ _NAMED = rf"(?<![\w./-])['\"]?{{}}['\"]?\s*[=:]\s*['\"]?((?i:{_NUMBER}))"
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # colours and styles of terminals
 
 NEAREST = 10
-"""How many existing columns an error about a missing column names."""
+"""The most existing columns that an error about a missing column lists."""
 
 _SCAN: Any = json.JSONDecoder().scan_once  # type: ignore[attr-defined]  # called by raw_decode
 
@@ -115,7 +115,7 @@ class PlainInput:
         return line
 
     def converted_head(self, row: Row) -> str:
-        """Return the same for the other format: JSON, with numbers in averaged columns only."""
+        """Return that part in the other format: JSON, with numbers in averaged columns only."""
         fields: dict[str, Any] = {}
         for name, cell in zip(self.names, row.fields, strict=True):
             fields.setdefault(name, cell)  # the first column, if several have the same name

@@ -103,7 +103,7 @@ def parse_windows(
             raise typer.BadParameter("choose a window: --window 0.25, or --windows 0.1,0.25")
         return [parse_window(window, at_most)]
     if window is not None:
-        raise typer.BadParameter("--windows replaces --window: pass only one of them")
+        raise typer.BadParameter("--windows replaces --window: leave one of them out")
     if at_most is not None:
         raise typer.BadParameter("--at-most goes with --window, not with --windows")
     parsed: list[Window] = []

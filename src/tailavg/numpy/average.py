@@ -316,7 +316,7 @@ class TailAverage:
 
     @property
     def rule(self) -> Rule:
-        """The rule, with its window."""
+        """The rule."""
         rule: Rule = self._clock.rule
         return rule
 
