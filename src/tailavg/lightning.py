@@ -1,4 +1,7 @@
-"""`TailAveraging`: a callback of Lightning that averages the weights of a module as it trains."""
+"""`TailAveraging`: a Lightning callback that averages the weights of a module while it trains.
+
+Its methods are hooks of the Trainer, in the order of a run: training, validation, checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ with needs("lightning"):
 
 __all__ = ["TailAveraging"]
 
-TRAINING = "current_model_state"  # Lightning's own name for the training weights
+TRAINING = "current_model_state"  # the name that Lightning gives the training weights
 AVERAGE = "tail_average"  # the state of the average, or None before the first step
 SHARDED = strategies.DeepSpeedStrategy, strategies.FSDPStrategy, strategies.ModelParallelStrategy
 
@@ -34,16 +37,16 @@ SHARDED = strategies.DeepSpeedStrategy, strategies.FSDPStrategy, strategies.Mode
 class TailAveraging(Callback):
     """Average the weights of a `LightningModule` while it trains.
 
-    In `fit`, validation and `state_dict` of every checkpoint have the averages, training goes on
-    from its own weights, and afterwards the module has the averages. Each step of the optimizer
-    counts, or, with several optimizers, each training step in which one of them stepped.
+    During `fit`, validation uses the averages, and `state_dict` in every checkpoint holds them.
+    Training does not change. After `fit`, the module has the averages. Each step of the optimizer
+    counts; with several optimizers, each training step counts in which one of them stepped.
 
     Args:
         rule: As in `ParameterAverage`: `0.25` is the last quarter of the steps so far.
-        window: What to read from an `AnyTail`: a fraction, or a `Decay`.
-        evaluate_raw: Validate the training weights, too, and log their metrics as `raw_val_loss`
+        window: The window to read an `AnyTail` with: a fraction, or a `Decay`.
+        evaluate_raw: Also validate the training weights, and log their metrics as `raw_val_loss`
             and so on. Each validation then copies the module and takes twice as long.
-        options: Those of `ParameterAverage`: `update_every`, `start_after`, `include`, `offload`, …
+        options: Options of `ParameterAverage`: `update_every`, `start_after`, `include`, …
 
     Examples:
         >>> from lightning.pytorch import Trainer
@@ -68,14 +71,14 @@ class TailAveraging(Callback):
         self._forget(None)
 
     def _forget(self, module: LightningModule | None) -> None:
-        self._module = module  # while it has the weights of the run, training ones or averages
+        self._module = module  # the module of this fit, while it has weights of the fit
         self._average: ParameterAverage | None = None
-        self._state: Mapping[str, Any] | None = None  # of the average, until that exists
+        self._state: Mapping[str, Any] | None = None  # loaded, before the average is created
         self._final: dict[str, Any] | None = None  # the training weights, after training
-        self._tensors: dict[str, Any] = {}  # the same by name, until the fit ends without an error
-        self._stepped = False  # whether one of several optimizers did, in this training step
-        self._handles: list[Any] = []  # on optimizers, while a fit runs
-        self._raw: LightningModule | None = None  # has the training weights during validation
+        self._tensors: dict[str, Any] = {}  # the same, by name, until the fit ends
+        self._stepped = False  # whether an optimizer stepped in this training step
+        self._handles: list[Any] = []  # of hooks on optimizers, while a fit runs
+        self._raw: LightningModule | None = None  # a copy with the training weights, for validation
 
     @property
     def average(self) -> ParameterAverage:
@@ -90,7 +93,7 @@ class TailAveraging(Callback):
     # The run.
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Begin anew if this is a fit."""
+        """Forget the last fit when a new fit begins."""
         if stage != TrainerFn.FITTING:
             return
         self._forget(pl_module)
@@ -119,7 +122,7 @@ class TailAveraging(Callback):
         self._stepped |= has_trained(optimizer)
 
     def on_train_batch_end(self, *_: Any) -> None:
-        """With several optimizers: count this training step, if one of them stepped."""
+        """Count this training step if there are several optimizers and one of them stepped."""
         self._take()
 
     def _take(self) -> None:
@@ -128,7 +131,7 @@ class TailAveraging(Callback):
             self._average.update()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Give the module the averages. Checkpoints that are still to be written have both."""
+        """Give the module the averages. Keep the training weights for later checkpoints."""
         average = self._average
         if average is not None and average.count and self._final is None:
             state = trainer.strategy.lightning_module_state_dict()
@@ -136,7 +139,7 @@ class TailAveraging(Callback):
             average.copy_to(window=self.window)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Do the same if there was nothing left to train, as when a finished run is resumed."""
+        """Do the work of `on_train_end` if it did not run, as when a finished run is resumed."""
         TailAveraging.on_train_end(self, trainer, pl_module)
         self._detach()
         if self._final is None and self._average is not None:
@@ -149,8 +152,8 @@ class TailAveraging(Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Give the module its training weights back, before others save a checkpoint."""
-        if self._handles:  # otherwise no fit runs
+        """Restore the training weights, before other callbacks save a checkpoint."""
+        if self._handles:  # otherwise no fit is running
             self._restore()
             for name, tensor in _tensors(pl_module).items():
                 if name in self._tensors:
@@ -166,21 +169,21 @@ class TailAveraging(Callback):
     # Validation.
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """In a fit: store the training weights, and give the module the averages."""
+        """Store the training weights and give the module the averages, if this is a fit."""
         if trainer.state.fn == TrainerFn.FITTING and self._average and self._average.count:
             if self.evaluate_raw:
                 self._raw = _raw_copy(pl_module)
             self._swap()
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """With `evaluate_raw`: call this hook of the copy that has the training weights."""
+        """Call this hook of the copy with the training weights, if `evaluate_raw` is set."""
         if self._raw is not None:
             self._raw.on_validation_epoch_start()
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *batch: Any
     ) -> None:
-        """With `evaluate_raw`: validate the training weights on the same batch."""
+        """Validate the training weights on the same batch, if `evaluate_raw` is set."""
         if self._raw is not None:
             step: Any = self._raw.validation_step
             kinds = [parameter.kind for parameter in signature(step).parameters.values()]
@@ -189,12 +192,12 @@ class TailAveraging(Callback):
                 step(*batch[:taken])
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """With `evaluate_raw`: call this hook of the copy that has the training weights."""
+        """Call this hook of the copy with the training weights, if `evaluate_raw` is set."""
         if self._raw is not None:
             self._raw.on_validation_epoch_end()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """In a fit: restore the training weights."""
+        """Restore the training weights, if this is a fit."""
         if trainer.state.fn == TrainerFn.FITTING:
             self._restore()
 
@@ -213,7 +216,7 @@ class TailAveraging(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Return the count, so that Lightning warns of a resume without this callback.
 
-        The rest is in the checkpoint itself, since Lightning copies what is in here.
+        `on_save_checkpoint` saves the average itself, since Lightning copies this state.
         """
         return {} if self._average is None else {"count": self._average.count}
 
@@ -221,21 +224,21 @@ class TailAveraging(Callback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Save the averages as `state_dict`, with the training weights and the average beside."""
-        if pl_module is not self._module:  # it has had other weights since the fit
+        """Save the averages as `state_dict`; add the training weights and the average's state."""
+        if pl_module is not self._module:  # the module has had other weights since the fit
             return
         average = self._average
         training, state = checkpoint["state_dict"], self._state
         if average is not None and self._final is not None:
             training, state = self._final, average.state_dict()
-        elif average is not None and average.swapped:  # the tensors given change when it ends
+        elif average is not None and average.swapped:  # these tensors change when the swap ends
             (checkpoint["state_dict"],) = _copies(training)
             buffers = [(buffer, buffer.clone()) for buffer in pl_module.buffers()]
             average.restore()
             (training,) = _copies(trainer.strategy.lightning_module_state_dict())
             state = average.state_dict()
             self._swap()
-            for buffer, value in buffers:  # as validation has left them
+            for buffer, value in buffers:  # buffers as validation left them
                 buffer.copy_(value)
         elif average is not None:
             checkpoint["state_dict"] = self._averaged(training)
@@ -243,22 +246,22 @@ class TailAveraging(Callback):
         checkpoint[TRAINING], checkpoint[AVERAGE] = training, state
 
     def _averaged(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Return a state dict of the module with the averages instead, if there are any."""
+        """Return a state dict of the module with averages in place of weights, if there are any."""
         self._take()
         average = self._average
         if average is None or not average.count or average.swapped or self._final is not None:
             return given
         averaged = average.averaged_state_dict(window=self.window)
-        state = copy.copy(given)  # with the versions of modules, which are in an attribute
+        state = copy.copy(given)  # keeps the versions of modules, which are an attribute
         state.update((name, averaged.get(name, value)) for name, value in given.items())
         return state
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """In a fit: go on from the training weights, and with the average."""
+        """Load the training weights and the average, if this is a fit."""
         if trainer.state.fn != TrainerFn.FITTING:
-            self._module = None  # now it has the averages of that checkpoint
+            self._module = None  # the module now has the averages of that checkpoint
             return
         if TRAINING in checkpoint:
             trainer.strategy.load_model_state_dict(
@@ -266,8 +269,8 @@ class TailAveraging(Callback):
             )
         if AVERAGE not in checkpoint:
             rank_zero_warn(
-                "TailAveraging: expected a checkpoint that was written with TailAveraging, got "
-                "another; its weights are loaded, and the average starts with the next step"
+                "TailAveraging: the checkpoint was written without TailAveraging; its weights "
+                "are loaded, and the average starts with the next step"
             )
         elif self._average is None:
             self._state = checkpoint[AVERAGE]
@@ -276,7 +279,7 @@ class TailAveraging(Callback):
 
 
 class _WithAverages(CheckpointIO):
-    """Puts the averages into checkpoints of weights only, of which no callback is told."""
+    """Puts the averages into weights-only checkpoints, for which Lightning calls no callback."""
 
     def __init__(self, callback: TailAveraging, strategy: strategies.Strategy) -> None:
         self._callback, self._strategy = callback, strategy
@@ -302,7 +305,7 @@ class _WithAverages(CheckpointIO):
 
 
 def _raw_copy(module: LightningModule) -> LightningModule:
-    """Return a copy of a module, with metrics of its own, that logs to the module as `raw_…`."""
+    """Return a copy of a module with its own metrics, which logs through the module as `raw_…`."""
     raw = copy.deepcopy(module)
     raw.trainer, raw._metric_attributes = module.trainer, None
 
@@ -320,7 +323,7 @@ def _tensors(module: LightningModule) -> dict[str, Tensor]:
 
 @outside_autograd
 def _copies(*states: dict[str, Any]) -> list[dict[str, Any]]:
-    """Copy state dicts to main memory; what is one tensor is copied once."""
+    """Return copies of state dicts in main memory. A tensor with several names is copied once."""
     copies: dict[Any, Tensor] = {}
 
     def copied(value: Any) -> Any:

@@ -85,7 +85,7 @@ class _Options(NamedTuple):
     def check(self, steps: int) -> None:
         """Raise if the window is too short for an `AnyTail` in a run of `steps` steps.
 
-        A Trainer that does not know its steps yet has -1 of them.
+        `steps` is -1 if the Trainer does not know the number yet.
         """
         first = positive_int(self.others.get("start_after", 0), "start_after", least=0)
         counted = (steps - first) // positive_int(
@@ -151,15 +151,16 @@ class TailAverageMixin(Trainer):
         return output._replace(metrics=raw_metrics | (output.metrics or {}))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the averaged model; to a checkpoint, the training weights and the average."""
-        # internal calls write checkpoints, except the one of push_to_hub, which names no folder
+        """Save the averaged model; in a checkpoint, save the training weights and the average."""
+        # internal calls write checkpoints, but the call of push_to_hub, without a folder, does not
         if not (_internal_call and output_dir is not None):
             with self._averaged():
                 super().save_model(output_dir, _internal_call)
             return
         if self.tail_average is not None and self.args.should_save:
             Path(output_dir).mkdir(parents=True, exist_ok=True)
-            self.tail_average.save(Path(output_dir, FOLDER))  # first: no checkpoint lacks it
+            # saved first, so that no checkpoint lacks it
+            self.tail_average.save(Path(output_dir, FOLDER))
         super().save_model(output_dir, _internal_call)
 
     def _load_best_model(self) -> None:
@@ -242,8 +243,8 @@ class TailAverageCallback(TrainerCallback):
     def attach(self, trainer: Trainer) -> None:
         """Make this Trainer average its weights, from its next `train()` on.
 
-        The class of the Trainer becomes a subclass of it, with `TailAverageMixin` and the same
-        name, so the Trainer has a `trainer.tail_average`.
+        The Trainer gets a new class of the same name, derived from `TailAverageMixin` and the old
+        class. It then has the attribute `tail_average`.
         """
         if isinstance(trainer, TailAverageMixin):
             raise ValueError("attach: this Trainer already averages its weights")
@@ -260,10 +261,10 @@ class TailAverageCallback(TrainerCallback):
         trainer._tail_options = self._options  # type: ignore[attr-defined]
         self._attached.add(trainer)
         if self not in trainer.callback_handler.callbacks:
-            trainer.add_callback(self)  # notices if training is already under way
+            trainer.add_callback(self)  # its hook raises if training is already under way
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Raise if the Trainer of this event does not average."""
+        """Raise if the Trainer that calls this hook does not average."""
         for trainer in self._attached:
             if trainer.state is state and trainer.tail_average is not None:
                 return
@@ -272,4 +273,4 @@ class TailAverageCallback(TrainerCallback):
             "attach(trainer) before trainer.train()"
         )
 
-    on_step_begin = on_train_begin  # it may be added or attached later
+    on_step_begin = on_train_begin  # the callback may be added or attached later

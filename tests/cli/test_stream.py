@@ -300,8 +300,8 @@ def test_files_that_cannot_be_read(tmp_path):
     assert told.endswith("absent.txt: No such file or directory")
     _, told = failed("-w", "2", tmp_path)
     assert told.endswith(
-        "expected event files with scalars, got none; of a folder of runs, name "
-        "each run, as in runs/*"
+        "expected event files with scalars, got none; to read a folder of runs, "
+        "pass each run, as in runs/*"
     )
 
 

@@ -87,7 +87,7 @@ def test_a_checkpoint_without_an_average(tmp_path):
     plain = Net()
     fit(plain, Saver("on_train_epoch_end", path), epochs=1)
     module, callback = Net(seed=9), TailAveraging(0.5)
-    with pytest.warns(UserWarning, match="expected a checkpoint that was written with TailAver"):
+    with pytest.warns(UserWarning, match="the checkpoint was written without TailAver"):
         fit(module, callback, epochs=2, resume=path)
     assert callback.average.count == STEPS
     unbroken = Net()
@@ -103,7 +103,7 @@ def test_a_checkpoint_of_lightnings_own_callback(tmp_path):
     fit(Net(), EMAWeightAveraging(decay=0.9), saver, epochs=1)
     module, callback = Net(seed=9), TailAveraging(0.5)
     with (
-        pytest.warns(UserWarning, match="expected a checkpoint that was written with TailAver"),
+        pytest.warns(UserWarning, match="the checkpoint was written without TailAver"),
         pytest.warns(UserWarning, match="Please add the following callbacks"),
     ):
         fit(module, callback, epochs=2, resume=path)

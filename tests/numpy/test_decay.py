@@ -279,7 +279,9 @@ def test_other_rules_have_their_own_weights(rule):
 
 
 def test_a_decay_is_no_rule():
-    with pytest.raises(TypeError, match=r"got Decay.*; average with AnyTail\(\), and read that"):
+    with pytest.raises(
+        TypeError, match=r"got Decay.*; average with AnyTail\(\), and read the average"
+    ):
         TailAverage(Decay(0.2, "cosine"))
 
 

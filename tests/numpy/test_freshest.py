@@ -227,7 +227,10 @@ def test_other_rules_have_their_own_weights(rule):
 
 
 def test_it_is_no_rule():
-    with pytest.raises(TypeError, match=r"got Freshest.*; average with AnyTail\(\), and read that"):
+    with pytest.raises(
+        TypeError,
+        match=r"got Freshest.*; average with AnyTail\(\), and read the average with value",
+    ):
         TailAverage(Freshest(0.2))
 
 

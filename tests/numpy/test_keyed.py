@@ -195,9 +195,9 @@ def test_a_mapping():
     del averages["a"]
     assert list(averages) == ["b"]
     for missing in (lambda: averages["a"], lambda: averages.value("a")):
-        with pytest.raises(KeyError, match="expected one that has had a sample, got 'a'"):
+        with pytest.raises(KeyError, match="expected a key that has had a sample, got 'a'"):
             missing()
-    with pytest.raises(KeyError, match="expected one that has had a sample"):
+    with pytest.raises(KeyError, match="expected a key that has had a sample"):
         del averages["a"]
     assert repr(averages) == f"<TailAverages({averages.rule!r}): 1 keys>"
     assert "nan_policy='omit'): no keys" in repr(TailAverages(2, nan_policy="omit"))
@@ -280,7 +280,11 @@ def test_other_keys_are_refused_by_save(key, tmp_path):
 BAD = {
     "shape": (lambda a: a.scan(["a", "n"], [[1.0], [2.0]]), ValueError, "sequence of numbers"),
     "a number": (lambda a: a.scan(["a"], 1.0), ValueError, "expected a sequence"),
-    "lengths": (lambda a: a.scan(["a", "n", "b"], [1.0, 2.0]), ValueError, "as many as samples, 2"),
+    "lengths": (
+        lambda a: a.scan(["a", "n", "b"], [1.0, 2.0]),
+        ValueError,
+        "as many keys as samples, 2",
+    ),
     "text": (lambda a: a.scan(["a", "n"], ["1", "2"]), TypeError, "real or complex numbers"),
     "complex": (lambda a: a.scan(["a", "n"], [1j, 2.0]), TypeError, "expected real numbers"),
     "nan": (lambda a: a.scan(["a", "n"], [1.0, np.nan]), ValueError, "NaN .* first at index 1"),
@@ -291,11 +295,15 @@ BAD = {
     "array": (lambda a: a.update("n", [1.0]), ValueError, "expected a number"),
     "array before": (lambda a: a.update("a", [1.0]), ValueError, "expected shape"),
     "complex number": (lambda a: a.update("n", 1j), TypeError, "expected real numbers"),
-    "nan key": (lambda a: a.update(float("nan"), 1.0), ValueError, "key: expected one that equals"),
+    "nan key": (
+        lambda a: a.update(float("nan"), 1.0),
+        ValueError,
+        "key: expected a key that equals",
+    ),
     "nan keys": (
         lambda a: a.scan(["a", ("n", float("nan"))], [1.0, 2.0]),
         ValueError,
-        "key: expected one that equals",
+        "key: expected a key that equals",
     ),
     "unhashable": (lambda a: a.scan(["a", []], [1.0, 2.0]), TypeError, "unhashable"),
 }

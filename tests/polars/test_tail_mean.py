@@ -221,7 +221,7 @@ def test_what_is_refused():
         tail_mean([1.0], 2)
     with pytest.raises(TypeError, match="by: expected a Series"):
         tail_mean(df["loss"], 2, by="run")
-    with pytest.raises(ValueError, match="as many as samples, 400, got 2"):
+    with pytest.raises(ValueError, match="as many keys as samples, 400, got 2"):
         tail_mean(df["loss"], 2, by=pl.Series([1, 2]))
     with pytest.raises(TypeError, match="state: an expression takes no state"):
         tail_mean(pl.col("loss"), 2, state=TailAverages(2, nan_policy="omit"))

@@ -77,6 +77,6 @@ def test_what_cannot_be_read_changes_nothing(call, tmp_path):
 
 def test_a_decay_is_no_rule():
     with pytest.raises(
-        TypeError, match=r"average with AnyTail\(\), and read that with value\(Decay"
+        TypeError, match=r"average with AnyTail\(\), and read the average with value\(Decay"
     ):
         ParameterAverage(torch.nn.Linear(1, 1), Decay(0.2, "cosine"))

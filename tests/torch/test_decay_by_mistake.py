@@ -28,7 +28,7 @@ MAKERS = dict(makers())
 @pytest.mark.parametrize(("fraction", "k"), [(0.9, 19), (0.93, 28), (0.999, 1999)])
 def test_a_fraction_that_looks_like_a_decay_warns(make, fraction, k):
     with pytest.warns(
-        UserWarning, match=rf"not a decay; .* is Exponential\({k}\); Growing"
+        UserWarning, match=rf"not a decay; .* is Exponential\({k}\); pass Growing"
     ) as seen:
         make(fraction)
     assert len(seen) == 1

@@ -1,4 +1,4 @@
-"""The averages of `tailavg stream`: of each key and column, one by each rule."""
+"""The averages of `tailavg stream`: one for each key, column and window."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tailavg.numpy.average import NanPolicy
 from tailavg.numpy.kernel import LONG, kernel
 from tailavg.numpy.keyed import Part, part_of
 
-_ENTRY = ("count", "starts", "blocks", "folded", "partial")  # what a state has for each key
+_ENTRY = ("count", "starts", "blocks", "folded", "partial")  # the state of a key
 _EMPTY: tuple[Any, ...] = (0, [], [], 0, 0.0)
 
 
@@ -24,9 +24,9 @@ class Averages:
     """The averages of all keys; without `--by`, the only key is "".
 
     Args:
-        reads: What to read of each column.
+        reads: The averages of each column.
         columns: The number of columns.
-        every: Of each key, which rows to answer: every N-th.
+        every: Return averages only for every N-th row of a key.
         nan: The `nan_policy` of each average.
     """
 
@@ -36,7 +36,7 @@ class Averages:
         self.rules = list(dict.fromkeys(rule for rule, _ in reads))
         self._reads = [(self.rules.index(rule), window) for rule, window in reads]
         self._columns, self._every = columns, every
-        self._scanned = 0  # rows
+        self._scanned = 0  # the rows that `scan` has taken
         self._tables = [
             TailAverages(rule, nan_policy=nan) for _ in range(columns) for rule in self.rules
         ]
@@ -49,9 +49,9 @@ class Averages:
         return dict.fromkeys(chain.from_iterable(self._tables))
 
     def step(self, key: str, row: list[float | None]) -> list[float]:
-        """Take a row, and return the averages after it; none if it is not to be answered.
+        """Take a row, and return the averages after it, or [] if `every` does not select it.
 
-        A number that the row lacks is no sample: the average stays as it is, NaN at first.
+        If the row lacks a number, its average does not change. An average without samples is NaN.
         """
         rules = len(self.rules)
         for i, table in enumerate(self._tables):
@@ -67,9 +67,9 @@ class Averages:
         ]
 
     def scan(self, rows: Array, keys: list[str]) -> tuple[Array, Iterable[bool]]:
-        """Take rows, and return the averages to answer, and which rows they belong to.
+        """Take rows. Return averages after the rows that `every` selects, and a mask of these rows.
 
-        Without `--by`, there are no keys.
+        Without `--by`, `keys` is empty.
         """
         codes: Array | None = None
         names: Any = [""]
@@ -81,7 +81,7 @@ class Averages:
         return self._scan(codes, names, rows)[answered], answered.tolist()
 
     def _counts(self, codes: Array | None, names: Any, rows: int) -> Array:
-        """Return how many rows its key has after each row."""
+        """Return for each row how many rows its key has had up to this row."""
         before = self._tables[0].counts(names)
         if codes is None:
             codes = np.zeros(rows, np.int64)
@@ -92,7 +92,7 @@ class Averages:
         return counts + before[codes]
 
     def _scan(self, codes: Array | None, names: Any, rows: Array) -> Array:
-        """Return the averages after each row, a column for each read."""
+        """Return the averages after each row, in one column for each average."""
         several = len(self._reads)
         self._scanned += len(rows)
         if self._scanned >= LONG:
@@ -114,7 +114,7 @@ class Averages:
             yield key, [dict(zip(_ENTRY, each, strict=True)) for each in steps]
 
     def restore(self, key: Any, saved: Any) -> None:
-        """Add a key that was saved; raise an exception of any kind if it is not valid."""
+        """Add a key from `saved`. An invalid key or state may raise any exception."""
         if not isinstance(key, str) or not isinstance(saved, list):
             raise ValueError(f"expected a key and a list, got {key!r}")
         if len(saved) != len(self._tables) or any(set(entry) != set(_ENTRY) for entry in saved):
@@ -124,5 +124,5 @@ class Averages:
                 if x.__class__ is not float:
                     raise ValueError(f"expected a number, got {x!r}")
             steps = tuple(entry[name] for name in _ENTRY)
-            if steps != _EMPTY:  # a column may have no samples of a key
+            if steps != _EMPTY:  # a key may have no samples in a column
                 table.restore([(key, *steps)])

@@ -10,15 +10,15 @@ from collections.abc import Iterator
 from tailavg.cli import signals
 from tailavg.cli.common import fail
 
-BLOCK = 1 << 20  # the most bytes to read before answering
+BLOCK = 1 << 20  # the most bytes in a block
 
 
 class Blocks:
     """The input in blocks of complete lines, until it ends or a signal arrives.
 
-    A block is what has arrived. A signal takes effect between blocks. With a `pause`, iteration
-    yields an empty block whenever nothing has arrived for that many seconds. In a `text`, a
-    carriage return also ends a line: progress bars write no other line ends.
+    A block consists of the lines that have arrived. A signal takes effect between blocks. If
+    nothing arrives for `pause` seconds, iteration yields an empty block. With `text`, a carriage
+    return also ends a line, since progress bars write no other line ends.
     """
 
     def __init__(self, file: str, pause: float | None = None, text: bool = False) -> None:
@@ -27,7 +27,7 @@ class Blocks:
         self._opened = file != "-"
         try:
             self._input = os.open(file, os.O_RDONLY) if self._opened else 0
-            os.fstat(self._input)  # a closed standard input, whose number the next file would get
+            os.fstat(self._input)  # fails if standard input is closed and its number free
         except OSError as error:
             fail(f"{self.name}: {error.strerror}")
         if os.name == "posix":
@@ -36,7 +36,7 @@ class Blocks:
             signal.set_wakeup_fd(self._waker)
 
     def __iter__(self) -> Iterator[bytes]:
-        """Yield the blocks. A last line without a line end gets one, unless a signal cut it off."""
+        """Yield the blocks. Add a missing line end to the last line, unless a signal cut it off."""
         unfinished: list[bytes] = []
         while (chunk := self._read()) != b"":
             if chunk is None:
@@ -54,7 +54,7 @@ class Blocks:
             yield last + b"\n"
 
     def close(self) -> None:
-        """Close what was opened."""
+        """Close the file and the pipe for signals."""
         if self._opened:
             os.close(self._input)
         if os.name == "posix":
@@ -63,7 +63,7 @@ class Blocks:
             os.close(self._waker)
 
     def _read(self) -> bytes | None:
-        """Return what has arrived: nothing at the end of the input, None after a pause."""
+        """Return the bytes that have arrived: b"" at the end of the input, None after a pause."""
         chunks: list[bytes] = []
         size = 0
         try:
@@ -82,8 +82,8 @@ class Blocks:
         return b"".join(chunks)
 
     def _ready(self, timeout: float | None) -> bool:
-        """Return whether something can be read before the timeout, and no signal has arrived."""
-        if os.name != "posix":  # where select cannot wait for a pipe
+        """Return whether input can be read before the timeout and before a signal."""
+        if os.name != "posix":  # select cannot wait for a pipe there
             return timeout != 0
         while signals.arrived() is None:
             ready, _, _ = select.select([self._input, self._wake], [], [], timeout)

@@ -1,8 +1,8 @@
 """Text to numbers and back: what the inputs of `lines` read, and what `stream` writes.
 
-A number is what `float` reads and `"%.12g"` writes, however its line arrived. A long input is read
-by pyarrow if it is installed, but only where it cannot differ from Python: rows without quotes, and
-cells that hold nothing but digits, signs, points and exponents.
+Numbers are read as `float` reads them and written as `"%.12g"`, on every path through this module.
+pyarrow, if it is installed, reads long inputs, but only where its results cannot differ: rows
+without quotes, and cells that consist of digits, signs, points and exponents.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ NUMBER = "%.12g"
 """The format of numbers in the output."""
 
 LONG = 4 << 20
-"""How many bytes Python reads before pyarrow is imported, which takes as long as reading them."""
+"""How many bytes Python reads before pyarrow is imported. The import takes about as long."""
 
 LARGE, HUGE = 1 << 14, 1 << 30
-"""The size of blocks that pyarrow reads: it is slower on smaller ones, and refuses larger ones."""
+"""The sizes of blocks that pyarrow reads. It is slow on smaller blocks and refuses larger ones."""
 
 BLANKS = " "
 """The delimiter of columns that are aligned with spaces or tabs."""
 
 Array = npt.NDArray[Any]
 
-_DELIMITERS = ("\t", ",", ";")  # and spaces
-_DECIMAL = b"0123456789+-.eE"  # pyarrow reads cells of these bytes exactly as float does
+_DELIMITERS = ("\t", ",", ";")  # and `BLANKS`
+_DECIMAL = b"0123456789+-.eE"  # of cells with these bytes, pyarrow reads the same numbers as float
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_CHUNK = 2000  # numbers to format at once: their objects fit the cache
+_CHUNK = 2000  # numbers to format at once: few enough for the cache
 
 
 class BlockReader:
-    """Read numbers from blocks of complete lines. All methods raise a ValueError at an odd line.
+    """Read numbers from blocks of complete lines. Its methods raise a ValueError at an odd line.
 
-    The caller then parses the block line by line, to skip the odd line or to say what is wrong.
+    The caller then parses the block line by line, to skip the odd line or to report what is wrong.
     """
 
     def __init__(self) -> None:
-        self._read = 0  # bytes in large blocks
+        self._read = 0  # the bytes of all large blocks so far
 
     def numbers(self, block: bytes) -> Array:
         r"""Return the number on each line.
@@ -94,7 +94,7 @@ class BlockReader:
     def _arrow_columns(
         self, block: bytes, width: int, places: list[int], delimiter: str = ","
     ) -> list[Any] | None:
-        """Read columns as Arrow arrays of bytes; None if Python should read this block."""
+        """Return columns as Arrow arrays of bytes, or None if Python should read this block."""
         if not LARGE <= len(block) < HUGE or delimiter == BLANKS:
             return None
         self._read += len(block)
@@ -126,7 +126,7 @@ class BlockReader:
 
 @cache
 def _pyarrow() -> Any:
-    """Import pyarrow; None if it is not installed, or does not work with the installed NumPy."""
+    """Return pyarrow, or None if it is not installed or does not work with the installed NumPy."""
     try:
         import pyarrow.csv
     except ImportError:
@@ -136,7 +136,7 @@ def _pyarrow() -> Any:
 
 
 def _arrow_floats(cells: Any) -> Array:
-    """Convert an Arrow array of cells to numbers."""
+    """Return the numbers in an Arrow array of cells."""
     if bytes(cells.buffers()[2]).translate(None, _DECIMAL):
         return _floats(_texts(cells))
     numbers = cells.view("string").cast("float64")
@@ -144,19 +144,19 @@ def _arrow_floats(cells: Any) -> Array:
 
 
 def _texts(cells: Any) -> list[str]:
-    """Convert an Arrow array of cells to strings."""
+    """Return an Arrow array of cells as strings."""
     return decode(b"\n".join(cells.to_pylist())).split("\n")
 
 
 def _floats(texts: list[str]) -> Array:
-    """Convert texts to numbers; raise a ValueError if one is not a number."""
+    """Return texts as numbers; raise a ValueError if a text is not a number."""
     if "_" in "".join(texts):
         raise ValueError("expected a number, got an underscore")
     return np.fromiter(map(float, texts), np.float64, len(texts))
 
 
 def parse_number(text: str, expected: str = "a number") -> float:
-    """Return what `float` reads; raise a ValueError at an underscore, which `float` allows."""
+    """Return `float(text)`; raise a ValueError at an underscore, which `float` allows."""
     try:
         if "_" not in text:
             return float(text)
@@ -204,7 +204,7 @@ def csv_line(cells: list[str], delimiter: str = ",") -> str:
 
 
 def format_numbers(numbers: Array, separator: str = "\t") -> bytes:
-    r"""Format one number per line; of a matrix, one row per line.
+    r"""Return a text with one number per line, or with one row of a matrix per line.
 
     Examples:
         >>> format_numbers(np.array([1.5, -20, 1 / 3, 1e-9]))
@@ -220,12 +220,12 @@ def format_numbers(numbers: Array, separator: str = "\t") -> bytes:
 
 
 def decode(text: bytes) -> str:
-    """Decode text; `encode` restores bytes that are not valid UTF-8."""
+    """Return bytes as text; `encode` restores bytes that are not valid UTF-8."""
     return text.decode(errors="surrogateescape")
 
 
 def encode(text: str) -> bytes:
-    """Encode what `decode` returned. Lone surrogates, which JSON may hold, become escapes."""
+    """Return text as bytes: reverse `decode`. Lone surrogates, as in JSON, become escapes."""
     try:
         return text.encode(errors="surrogateescape")
     except UnicodeEncodeError:

@@ -1,8 +1,10 @@
-"""Curves of any length, held in little memory: what `tailavg plot` draws.
+"""Curves of any length in little memory, for `tailavg plot`.
 
-Rows are grouped in bins, and of each bin a curve keeps its least and greatest value: all that
-shows once a bin is as narrow as a pixel. Bins are as wide as it takes to hold the curve in a few
-thousand; on a logarithmic axis, their widths grow with the row.
+Rows are grouped in bins, and a curve keeps the least and the greatest value of each bin. A bin is
+about as narrow as a pixel, so more values would not be visible. Bins are made wide enough that a
+few thousand of them hold the curve; on a logarithmic axis, later bins are wider.
+
+Read `Track` first.
 """
 
 from __future__ import annotations
@@ -20,19 +22,19 @@ from tailavg.numpy.arithmetic import Array
 from tailavg.numpy.average import NanPolicy
 
 LARGEST = 1e300
-"""Values beyond are drawn here: a picture of all floats would overflow."""
+"""Larger values are drawn here, since the largest floats would overflow in a picture."""
 
 BANDED = 256
-"""The most rows at which the standard error is computed."""
+"""The most rows at which standard errors are computed."""
 
 
 class Grid:
-    """Rows at which bins end: multiples of a width, or in octaves on a logarithmic axis."""
+    """The rows at which bins end: multiples of a width, or powers on a logarithmic axis."""
 
     def __init__(self, most: int, log: bool) -> None:
         self.most, self.log = most, log
         self.width = 1
-        self.each = most // 16  # to an octave
+        self.each = most // 16  # bins while the row doubles
 
     def ends(self, start: int, stop: int) -> Array:
         """Return the ends after `start`, up to `stop`.
@@ -48,29 +50,31 @@ class Grid:
         return np.unique(ends[(ends > start) & (ends <= stop)])
 
     def widen(self, bins: int) -> bool:
-        """Make bins twice as wide if there are too many. Return whether it was done."""
+        """Make bins twice as wide if there are too many. Return whether there were too many."""
         too_many = not self.log and bins > self.most
         self.width *= 1 + too_many
         return too_many
 
 
 class Bins(NamedTuple):
-    """Consecutive bins of several curves: arrays of bins, or of curves and bins."""
+    """Consecutive bins. `low`, `high` and `rising` may have several curves as first axis."""
 
     end: Array
-    """The row at which it ends."""
+    """The row at which each bin ends."""
     first: Array
-    """The first x in it."""
+    """The first x in each bin."""
     last: Array
+    """The last x in each bin."""
     low: Array
-    """The least value of each curve; infinity if none is finite."""
+    """The least value of a curve in each bin; infinity if no value is finite."""
     high: Array
+    """The greatest value of a curve in each bin; -infinity if no value is finite."""
     rising: Array
     """Whether the least value comes before the greatest."""
 
     @classmethod
     def of(cls, xs: Array, curves: Array, before: int, cuts: Array) -> Bins:
-        """Return the bins of rows after row `before`, which end at `cuts` and at the last row."""
+        """Return bins of the rows after row `before`. They end at `cuts` and at the last row."""
         stop = before + len(xs)
         ends = cuts if len(cuts) and cuts[-1] == stop else np.append(cuts, stop)
         starts = np.concatenate([[0], ends[:-1] - before])
@@ -81,26 +85,26 @@ class Bins(NamedTuple):
             low = np.minimum.reduceat(np.where(finite, curves, np.inf), starts, axis=1)
             high = np.maximum.reduceat(np.where(finite, curves, -np.inf), starts, axis=1)
         lasts = ends - before - 1
-        rising = curves[:, starts] <= curves[:, lasts]  # which is enough for a narrow bin
+        rising = curves[:, starts] <= curves[:, lasts]  # exact enough for a narrow bin
         return cls(ends, xs[starts], xs[lasts], low, high, rising)
 
     def joined(self, starts: Array) -> Bins:
-        """Merge runs of one or two bins, each from a start to the next."""
+        """Return merged bins: each has one or two bins, from an index in `starts` to the next."""
         left, right = starts, np.append(starts[1:], len(self.end)) - 1
         later_low = self.low[:, right] < self.low[:, left]
         later_high = self.high[:, right] > self.high[:, left]
-        one = np.where(later_low, self.rising[:, right], self.rising[:, left])
+        rising = np.where(later_low, self.rising[:, right], self.rising[:, left])
         return Bins(
             self.end[right],
             self.first[left],
             self.last[right],
             np.minimum(self.low[:, left], self.low[:, right]),
             np.maximum(self.high[:, left], self.high[:, right]),
-            np.where(later_low == later_high, one, later_high),
+            np.where(later_low == later_high, rising, later_high),
         )
 
     def followed(self, other: Bins) -> Bins:
-        """Return these bins, and then others."""
+        """Return these bins followed by other bins."""
         return Bins(*(np.concatenate(pair, axis=-1) for pair in zip(self, other, strict=True)))
 
 
@@ -117,13 +121,13 @@ class Line:
     """A curve to draw."""
 
     window: int
-    """Of which window it is the average; -1 for the samples themselves."""
+    """The index of the window of the average; -1 for the curve of the samples."""
     bins: Bins
     band: Band | None
     now: float
-    """Its last value."""
+    """The last value."""
     error: float
-    """The standard error of that; NaN if unknown."""
+    """The standard error of the last value; NaN if it is unknown."""
     name: str = ""
     colour: str = ""
     dashes: int = 0
@@ -131,7 +135,7 @@ class Line:
     """Whether the legend names it."""
 
     def points(self) -> tuple[Array, Array]:
-        """Return points to connect, two for each bin; NaN where there is a gap, or x goes back."""
+        """Return the points to connect, at most two for each bin; NaN at a gap, or if x falls."""
         bins = self.bins
         low, high = (np.where(np.isfinite(each), each, np.nan) for each in (bins.low, bins.high))
         xs = np.stack([bins.first, bins.last], axis=1)
@@ -144,7 +148,7 @@ class Line:
 
 
 class Track:
-    """The samples of a column of a run, and their averages."""
+    """The curves of one column of a run: the samples and their averages."""
 
     def __init__(
         self,
@@ -162,11 +166,11 @@ class Track:
         self._bins: Bins | None = None
         self._banded = Grid(BANDED, log) if band else None
         self._noted: list[tuple[int, float, list[float], list[float]]] = []
-        """Row, x, values and standard errors of the averages."""
+        """The row, x, and the values and standard errors of the averages, at some rows."""
         self._last = math.nan
 
     def take(self, xs: Array, ys: Array) -> None:
-        """Take samples, and where they are on the horizontal axis."""
+        """Take samples `ys` and their positions `xs` on the horizontal axis."""
         if not len(ys):
             return
         curves = np.vstack([ys, self._scan(xs, ys)])
@@ -179,21 +183,21 @@ class Track:
                 return
         bins = Bins.of(xs, curves, before, self._grid.ends(before, self.count))
         if self._bins is not None:
-            held, bins = len(self._bins.end), self._bins.followed(bins)
+            before_these, bins = len(self._bins.end), self._bins.followed(bins)
             if not len(self._grid.ends(before - 1, before)):  # the last bin goes on
-                bins = bins.joined(np.delete(np.arange(len(bins.end)), held))
+                bins = bins.joined(np.delete(np.arange(len(bins.end)), before_these))
         while self._grid.widen(len(bins.end)):
             starts = np.flatnonzero(np.append(True, bins.end[:-1] % self._grid.width == 0))
             bins = bins.joined(starts)
         self._bins = bins
 
     def _scan(self, xs: Array, ys: Array) -> Array:
-        """Return the averages after each sample; note standard errors at some of them."""
+        """Return the averages after each sample. Note standard errors at some samples."""
         averages = np.empty((len(self.averages), len(ys)))
         stops = self._stops(len(ys))
         for start, stop in pairwise(sorted({0, *stops, len(ys)})):
-            for (average, reading), row in zip(self.averages, averages, strict=True):
-                row[start:stop] = average.scan(ys[start:stop], reading)
+            for (average, reading), curve in zip(self.averages, averages, strict=True):
+                curve[start:stop] = average.scan(ys[start:stop], reading)
             if stop in stops and self.count + stop > self._after:
                 values = averages[:, stop - 1].tolist()
                 errors = [_standard_error(*each) for each in self.averages]
@@ -201,7 +205,7 @@ class Track:
         return averages
 
     def _stops(self, samples: int) -> set[int]:
-        """Return after which of the next samples to note standard errors."""
+        """Return the numbers of the next samples after which to note standard errors."""
         if self._banded is None:
             return set()
         while self._banded.widen((self.count + samples) // self._banded.width):
@@ -209,7 +213,7 @@ class Track:
         return set((self._banded.ends(self.count, self.count + samples) - self.count).tolist())
 
     def lines(self) -> list[Line]:
-        """Return the curve of the samples, and those of the averages."""
+        """Return the curve of the samples, and then the curves of the averages."""
         if self._bins is None:
             return []
         end, first, last, low, high, rising = self._bins
@@ -225,7 +229,7 @@ class Track:
         return lines
 
     def _band(self, i: int, now: float, error: float) -> Band | None:
-        """Return the band of an average, up to the last row; None if it is known nowhere."""
+        """Return the band of an average up to the last row; None without two known errors."""
         assert self._bins is not None
         noted = [
             (x, values[i], errors[i]) for row, x, values, errors in self._noted if row < self.count
@@ -233,7 +237,7 @@ class Track:
         x, value, spread = np.array([*noted, (self._bins.last[-1], now, error)]).T
         if np.isfinite(spread).sum() < 2:
             return None
-        spread[1:][np.diff(x) < 0] = np.nan  # x goes back
+        spread[1:][np.diff(x) < 0] = np.nan  # a gap where x falls
         low, high = ((value + sign * spread).clip(-LARGEST, LARGEST) for sign in (-1, 1))
         return Band(x, low, high)
 

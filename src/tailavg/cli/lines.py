@@ -1,9 +1,10 @@
 """The lines that `stream` and `plot` read: plain numbers, CSV, JSON lines or other text.
 
-`Rows` goes through the blocks of an input. For each kind of input there is a class: its `take`
-reads a block of many lines at once and gives up at any odd line; its `parse` reads a single line
-and says what is wrong with it. A line may lack a number: an empty cell, a field that is absent or
-null, a text without a match. A line that lacks them all is passed over, and counted.
+`Rows` goes through the blocks of an input. Each kind of input is a class. Its `take` reads a block
+of many lines at once, and raises an error if any line is odd. Its `parse` reads a single line, and
+raises an error that says what is wrong with the line. A line may lack a number: its cell is empty,
+its field is absent or null, or its text has no match. A line without any number is passed over and
+counted. Read `PlainInput` first, then `Rows`.
 """
 
 from __future__ import annotations
@@ -36,25 +37,25 @@ MANY = 30  # from this many lines on, arrays are faster
 # a number after its name, as in loss=0.5, loss: 0.5 or "loss": 0.5
 _NUMBER = r"[-+]?(?:(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|(?:nan|inf(?:inity)?)\b)"
 _NAMED = rf"(?<![\w./-])['\"]?{{}}['\"]?\s*[=:]\s*['\"]?((?i:{_NUMBER}))"
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # and styles, as terminals show them
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # colours and styles of terminals
 
 NEAREST = 10
-"""How many columns are named when one is missing."""
+"""The most existing columns that an error about a missing column lists."""
 
-_SCAN: Any = json.JSONDecoder().scan_once  # type: ignore[attr-defined]  # what raw_decode calls
+_SCAN: Any = json.JSONDecoder().scan_once  # type: ignore[attr-defined]  # called by raw_decode
 
 
 Block = tuple[Array, list[str], Array | None]
-"""The numbers of rows, their keys if there are any, and which numbers the rows lack, if any."""
+"""The numbers of rows, their keys, and a mask of missing numbers, or None if none is missing."""
 
 
 class Row(NamedTuple):
     """A parsed line of the input."""
 
     line: str
-    numbers: list[float | None]  # None: the line lacks this number
+    numbers: list[float | None]  # None if the line lacks the number
     key: str
-    fields: Any  # of CSV the cells, of JSON the object
+    fields: Any  # the cells of CSV, or the object of JSON
 
 
 @dataclass
@@ -63,14 +64,14 @@ class PlainInput:
 
     kind: ClassVar[str] = "plain"
     carries: ClassVar[str] = "csv"
-    """The output whose lines begin with those of the input."""
+    """The output format whose lines begin with the lines of the input."""
 
     columns: list[str]
     by: str | None
     delimiter: str = ","
-    """The character between cells, here and in CSV that is written; "" until the header is read."""
-    has_axis: bool = False  # the first column is where to draw the others
-    names: list[str] = field(default_factory=list)  # of all columns, once known
+    """The character between cells, in input and output; "" until it is guessed from the header."""
+    has_axis: bool = False  # whether the first column is the horizontal axis of the others
+    names: list[str] = field(default_factory=list)  # the names of all columns, once known
     suffixes: list[str] = field(default_factory=lambda: [""])  # one for each average of a column
     reader: BlockReader = field(default_factory=BlockReader)
 
@@ -87,7 +88,7 @@ class PlainInput:
     def take(self, block: bytes) -> tuple[Array, list[str]]:
         """Return the numbers, one row per line, and the keys, if any.
 
-        Raise a ValueError if a line is odd. The lines are then parsed one by one.
+        Raise a ValueError if a line is odd. The caller then parses the lines one by one.
         """
         return self.reader.numbers(block)[:, None], []
 
@@ -105,26 +106,26 @@ class PlainInput:
             raise
 
     def lacks(self, numbers: list[float | None]) -> bool:
-        """Return whether a line has nothing to average, or no place to draw it."""
+        """Return whether a line has no number to average, or no number for the horizontal axis."""
         lacks_place = self.has_axis and numbers[0] is None
         return lacks_place or all(number is None for number in numbers[self.has_axis :])
 
     def head(self, line: str) -> str:
-        """Return a line of the output that the input `carries`, up to where averages are added."""
+        """Return the part of an output line before its averages, in the format `carries`."""
         return line
 
     def converted_head(self, row: Row) -> str:
-        """Return the same for the other output: JSON, with numbers in averaged columns only."""
+        """Return that part in the other format: JSON, with numbers in averaged columns only."""
         fields: dict[str, Any] = {}
         for name, cell in zip(self.names, row.fields, strict=True):
-            fields.setdefault(name, cell)  # of columns of one name, the first
+            fields.setdefault(name, cell)  # the first column, if several have the same name
         for name, number in zip(self.columns, row.numbers, strict=True):
             finite = number is not None and math.isfinite(number)
             fields[name] = number if finite else None  # JSON has no NaN
         return json.dumps(fields, ensure_ascii=False)[:-1]
 
     def check_names(self) -> None:
-        """Fail if a column is missing, or the name of an average is taken."""
+        """Fail if a column is missing, or the input has a column with the name of an average."""
         for name in [*self.columns, *([] if self.by is None else [self.by])]:
             if self.place(name) is None:
                 fail(f"no column {short(name)} in the header; {nearest(name, self.names)}")
@@ -201,7 +202,7 @@ class CsvInput(PlainInput):
 
 
 class TextInput(CsvInput):
-    """Lines of any text: the numbers that patterns find in them. They are written as CSV."""
+    """Lines of any text, in which patterns find the numbers. The output is CSV."""
 
     kind = "text"
 
@@ -215,11 +216,11 @@ class TextInput(CsvInput):
         return block
 
     def take(self, block: bytes) -> tuple[Array, list[str]]:
-        """Raise a ValueError: lines are searched one by one."""
+        """Raise a ValueError, since lines of text are only searched one by one."""
         raise ValueError("expected numbers")
 
     def parse(self, line: str) -> Row:
-        """Find the numbers of a line; raise a ValueError if what is found is not a number."""
+        """Find the numbers in a line; raise a ValueError if a match is not a number."""
         line = _COLOURS.sub("", line)
         matches = [pattern.search(line) for pattern in self.patterns]
         cells = [match[1] or "" if match else "" for match in matches]
@@ -244,7 +245,7 @@ class JsonInput(CsvInput):
         """Do nothing: each row has its own fields, and `parse` checks them."""
 
     def take(self, block: bytes) -> tuple[Array, list[str]]:
-        """See `PlainInput`. Objects are not kept: reusing their memory is faster."""
+        """See `PlainInput`. Each object is dropped at once, since reusing its memory is faster."""
         numbers: list[float | None] = []
         keys: list[str] = []
         try:
@@ -299,7 +300,7 @@ class JsonInput(CsvInput):
 
     @cached_property
     def _taken(self) -> set[str]:
-        """The names that fields cannot have."""
+        """The names that fields cannot have, since averages have them."""
         return set(self.averages)
 
     def head(self, line: str) -> str:
@@ -307,13 +308,13 @@ class JsonInput(CsvInput):
         return line[:-1].rstrip()
 
     def converted_head(self, row: Row) -> str:
-        """Return the columns that the first row has, as CSV."""
+        """Return the fields that the first row has, as CSV."""
         values = [row.fields.get(name, "") for name in self.names]
         return csv_line([v if isinstance(v, str) else json.dumps(v) for v in values])
 
 
 class Rows:
-    """The rows of an input, and how far it has been read."""
+    """The rows of an input, with counts of the lines that were read or skipped."""
 
     def __init__(
         self,
@@ -326,17 +327,17 @@ class Rows:
         self.skip_bad = skip_bad
         self.refuse_nan = refuse_nan  # a row with a NaN is bad
         self.need_all = need_all  # a row that lacks some of its numbers is bad
-        self.lines = 0  # read so far
+        self.lines = 0  # lines read so far
         self.opened = False  # whether any input has been read
         self.good = 0  # rows with numbers
         self.bad = 0  # skipped rows
         self.first_bad = ""
         self.empty = 0  # lines without a number
         self.first_empty = ""
-        self.error = ""  # why reading cannot go on
+        self.error = ""  # why reading stopped
 
     def body(self, block: bytes) -> bytes:
-        """Return a block without the header, if it has one, and with plain line ends."""
+        """Return a block without its header, if it has one, and with Unix line ends."""
         if b"\r" in block:
             block = block.replace(b"\r\n", b"\n")
         if self.opened:
@@ -347,7 +348,7 @@ class Rows:
         return rows
 
     def take(self, block: bytes) -> tuple[Array, list[str]] | None:
-        """Return the numbers of all rows, and their keys, if any; None if a line is odd."""
+        """Return the numbers of all rows, and their keys, if any. Return None if a line is odd."""
         try:
             numbers, keys = self.source.take(block)
         except ValueError:
@@ -359,7 +360,7 @@ class Rows:
         return numbers, keys
 
     def parse(self, block: bytes) -> list[Row]:
-        """Return the rows of a block; without --skip-bad, up to the first bad one."""
+        """Return the rows of a block; without --skip-bad, only rows before the first bad row."""
         rows, parse = [], self.source.parse
         for line in decode(block).split("\n")[:-1]:
             self.lines += 1
@@ -390,12 +391,12 @@ class Rows:
             raise ValueError("expected no NaN, because of --nan raise")
 
     def arrays(self, rows: list[Row]) -> tuple[Array, list[str]]:
-        """Return rows in the form of `take`, with NaN for what a row lacks."""
+        """Return rows as `take` does, with NaN for a missing number."""
         keys = [] if self.source.by is None else [row.key for row in rows]
         return np.array([row.numbers for row in rows], np.float64), keys
 
     def block(self, block: bytes) -> Block:
-        """Return the numbers and keys of a block, and which numbers its rows lack, if any."""
+        """Return the numbers and keys of a block, and which numbers are missing, as a `Block`."""
         if has_many_lines(block) and (taken := self.take(block)):
             return *taken, None
         rows = self.parse(block)
@@ -403,7 +404,7 @@ class Rows:
         return *self.arrays(rows), lacking if lacking.any() else None
 
     def notes(self) -> list[str]:
-        """Say how many lines were skipped or passed over, and which was the first."""
+        """Return messages about skipped and passed-over lines: their number and the first one."""
         notes = []
         if self.bad:
             rows = "1 row" if self.bad == 1 else f"{self.bad} rows"
@@ -432,9 +433,9 @@ def choose_input(
     delimiter: str | None = None,
     axis: str | None = None,
 ) -> PlainInput:
-    """Return the kind of input that the options ask for.
+    """Return the input that the options describe.
 
-    `axis` is the column where the others are drawn.
+    `axis` is the column of the horizontal axis.
     """
     given = {"--column": columns, "--field": fields, "--match": match, "--regex": regex}
     several = [option for option, value in given.items() if value]
@@ -462,7 +463,7 @@ def choose_input(
 
 
 def _pattern(regex: str) -> re.Pattern[str]:
-    """Compile a pattern, and check that it has one group."""
+    """Return the compiled pattern. Fail unless it has one group."""
     try:
         pattern = re.compile(regex)
     except re.error as error:
@@ -485,22 +486,22 @@ def _parse_delimiter(text: str) -> str:
 
 
 def has_many_lines(block: bytes) -> bool:
-    """Return whether arrays are faster for a block; counting all lines would take longer."""
+    """Return whether arrays are faster for a block, without counting all of its lines."""
     return len(block.split(b"\n", MANY)) > MANY
 
 
 def short(text: str) -> str:
-    """Quote a text in a message, shortened if it is long."""
+    """Return a quoted text for a message, shortened if it is long."""
     return repr(text) if len(text) <= 60 else f"{text[:50]!r}… ({len(text)} characters)"
 
 
 def nearest(name: str, names: list[str]) -> str:
-    """Name the columns there are; of many, those with the most similar names."""
-    shown, intro = names, "there are"
+    """Return a list of the existing columns for a message; of many, only the most similar names."""
+    listed, intro = names, "there are"
     if len(names) > NEAREST:
-        shown = get_close_matches(name, names, NEAREST) or names[:NEAREST]
+        listed = get_close_matches(name, names, NEAREST) or names[:NEAREST]
         intro = f"of {len(names)}, the nearest are"
-    clipped = (text if len(text) <= 60 else f"{text[:50]}…" for text in shown)
+    clipped = (text if len(text) <= 60 else f"{text[:50]}…" for text in listed)
     return f"{intro}: {', '.join(clipped)}"
 
 
@@ -519,5 +520,5 @@ def _as_float(number: Any, name: str) -> float:
         raise ValueError(f"expected a number in field {name!r}, got {got}")
     try:
         return float(number)
-    except OverflowError:  # infinite, as float("1" + 400 * "0") is
+    except OverflowError:  # too large: infinite, like float("1" + 400 * "0")
         return math.inf if number > 0 else -math.inf

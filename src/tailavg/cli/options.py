@@ -39,7 +39,7 @@ MATCH = typer.Option(
 )
 REGEX = typer.Option("--regex", help="Read the number in the group of this regular expression.")
 DELIMITER = typer.Option(
-    "--delimiter", help="Between columns: one character, tab or space; by default guessed."
+    "--delimiter", help="The delimiter of columns: one character, tab or space; by default guessed."
 )
 NAN = typer.Option(
     metavar="POLICY",
@@ -63,7 +63,7 @@ Reads = Sequence[tuple[Rule, Reading | None]]
 
 
 def parse_window(text: str, at_most: int | None = None) -> Window:
-    """Parse a window: `100` is the last hundred, `0.25` or `25%` the last quarter.
+    """Return the window that a text describes: `100` the last hundred, `25%` the last quarter.
 
     Examples:
         >>> parse_window("1"), parse_window("1.0")
@@ -89,7 +89,7 @@ def parse_window(text: str, at_most: int | None = None) -> Window:
 
 
 def _window_number(text: str) -> int | float:
-    """Return an int for a count of samples, a float for a fraction."""
+    """Return a count of samples as an int, or a fraction as a float."""
     text = text.strip()
     if text.endswith("%"):
         return float(f"{text[:-1].rstrip()}e-2")  # dividing by 100 would round twice
@@ -107,7 +107,7 @@ def parse_windows(
     at_most: int | None = None,
     default: str | None = None,
 ) -> list[Window]:
-    """Parse --window or --windows, whichever is given; `default` is the window if neither is.
+    """Return the windows of --window or --windows. Without both options, return `default`.
 
     Examples:
         >>> parse_windows(None, "100,25%")
@@ -133,7 +133,7 @@ def parse_windows(
 
 
 def window_name(window: Window) -> str:
-    """Return the shortest text that `parse_window` turns into a window.
+    """Return the shortest text from which `parse_window` makes the window.
 
     Examples:
         >>> window_name(parse_window("0.50")), window_name(parse_window("1"))

@@ -1,4 +1,7 @@
-"""`tailavg plot`: curves and their tail averages, in a file or in the terminal, live if asked."""
+"""`tailavg plot`: draw curves and their tail averages, in a file or in the terminal.
+
+Read `plot` first. It reads blocks of rows into `Curves`, and draws them with `Chart`.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +32,12 @@ from tailavg.numpy.arithmetic import Array
 from tailavg.numpy.average import NanPolicy
 from tailavg.numpy.keyed import part_of
 
-ACCUMULATORS = 12  # for each window: closer to it, and enough for a standard error
-DETAIL = {".html": 8192}  # bins of a curve that can be zoomed
-BINS = 2048
+ACCUMULATORS = 12  # for each window: close to it, and enough blocks for a standard error
+DETAIL = {".html": 8192}  # the most bins of a curve that can be zoomed
+BINS = 2048  # the most bins of other curves
 REDRAWN = 0.25  # seconds between pictures
-RUNS = 200
-PANELS = 20
+RUNS = 200  # the most runs
+PANELS = 20  # the most columns
 
 
 def plot(
@@ -53,7 +56,7 @@ def plot(
     x: Annotated[
         str | None,
         typer.Option(
-            help="The column, field or name of the horizontal axis; otherwise rows are counted."
+            help="The column, field or name of the horizontal axis; by default, the row number."
         ),
     ] = None,
     method: Annotated[Method, options.METHOD] = Method.anytime,
@@ -74,7 +77,7 @@ def plot(
     ] = True,
     after: Annotated[
         int,
-        typer.Option(min=0, help="Draw only what comes after this many numbers; average all."),
+        typer.Option(min=0, help="Skip this many numbers in the picture, but not in the averages."),
     ] = 0,
     title: Annotated[str | None, typer.Option(help="The title of the chart.")] = None,
     output: Annotated[
@@ -113,7 +116,7 @@ def plot(
     logs = list(map(has_records, inputs))
     tags = [*(column or ()), *(fields or ())]
     if any(logs) and not tags:
-        record_lines(inputs[logs.index(True)], None)  # fails, and names the tags
+        record_lines(inputs[logs.index(True)], None)  # fails with a list of the tags
     text_input = partial(choose_input, column, fields, by, match, regex, delimiter)
     log_input = partial(choose_input, None, tags, by, match, regex, delimiter)
     names = tags or text_input().columns
@@ -146,7 +149,7 @@ def plot(
         for file, is_log, label in zip(inputs, logs, _labels(inputs), strict=True):
             axis = STEP if is_log and x is None else x
             source = (log_input if is_log else text_input)(axis=axis)
-            source.suffixes = []  # no column is added, so that none is taken
+            source.suffixes = []  # no average is added to the columns, so no name is refused
             rows = Rows(source, skip_bad, refuse_nan=nan == "raise")
             for block in _read(file, is_log, rows, REDRAWN if live else None):
                 curves.take(label, *block, has_axis=axis is not None)
@@ -174,7 +177,7 @@ def plot(
 
 
 def window_title(window: Window) -> str:
-    """Describe a window in words.
+    """Return a window in words.
 
     Examples:
         >>> window_title(Growing(0.125, at_most=5000))
@@ -195,7 +198,7 @@ def _title(files: list[str]) -> str:
 
 
 def _labels(files: list[str]) -> list[str]:
-    """Name each file: without its folder, unless another has the same name."""
+    """Return a name for each file: without its folder, unless names are then equal."""
     if len(files) == 1:
         return [""]
     names = [Path(_name(file)).name for file in files]
@@ -208,7 +211,7 @@ def _labels(files: list[str]) -> list[str]:
 
 
 def _read(file: str, is_log: bool, rows: Rows, pause: float | None) -> Iterator[Block]:
-    """Yield the numbers, keys and gaps of each block of a file; none in a pause."""
+    """Yield each block of a file as a `Block`. Yield an empty `Block` in a pause."""
     signals.act(Act.stop)
     source = rows.source
     if is_log:
@@ -232,14 +235,14 @@ def _read(file: str, is_log: bool, rows: Rows, pause: float | None) -> Iterator[
 
 @dataclass
 class Run:
-    """The tracks of a file or a key, one for each column, and how many rows they come from."""
+    """The tracks of a file or a key, one for each column, and the number of rows so far."""
 
     tracks: list[Track]
     rows: int = 0
 
 
 class Curves:
-    """All runs: of each file and key."""
+    """All runs: one for each file and key."""
 
     def __init__(
         self, names: list[str], windows: list[str], raw: bool, new_track: Callable[[], Track]
@@ -252,9 +255,9 @@ class Curves:
     def take(
         self, file: str, numbers: Array, keys: list[str], lacking: Array | None, has_axis: bool
     ) -> None:
-        """Take rows of a file; with keys, each for its own run.
+        """Take rows of a file. With keys, each row belongs to the run of its key.
 
-        `lacking` tells which numbers the rows lack, if they lack any.
+        `lacking` is a mask of missing numbers, or None if no number is missing.
         """
         if not len(numbers):
             return
@@ -283,7 +286,7 @@ class Curves:
         return run
 
     def drawn_in(self, chart: Chart) -> Chart:
-        """Return the chart, with the curves as they are now."""
+        """Return the chart with the present curves."""
         runs = [printable(": ".join(filter(None, run))) or "(no name)" for run in self.runs]
         chart.panels = [Panel(printable(name), []) for name in self.names]
         for number, run in enumerate(self.runs.values()):
@@ -291,12 +294,12 @@ class Curves:
                 lines = track.lines() if self._raw else track.lines()[1:]
                 panel.lines += [styled(line, number, runs, self._windows) for line in lines]
         for panel in chart.panels:
-            panel.lines.sort(key=lambda line: line.window >= 0)  # averages cover samples
+            panel.lines.sort(key=lambda line: line.window >= 0)  # averages are drawn over samples
         return chart
 
 
 class Screen:
-    """The terminal, and when it was last drawn on."""
+    """The terminal, and the time of its next picture."""
 
     def __init__(self, chart: Chart, curves: Curves) -> None:
         from rich.console import Console
@@ -305,7 +308,7 @@ class Screen:
         self.console = Console(highlight=False)
         self._live: Any = None
         self._due = 0.0
-        self._rows = -1  # in the last picture
+        self._rows = -1  # the number of rows in the last picture
 
     def live(self) -> Any:
         """Return a context in which each picture replaces the one before."""
@@ -315,14 +318,14 @@ class Screen:
         return self._live
 
     def redraw(self) -> None:
-        """Draw anew, if there is something new and the last time is a while ago."""
+        """Draw a new picture if rows have arrived and the last picture is old enough."""
         rows = sum(run.rows for run in self.curves.runs.values())
         if rows != self._rows and monotonic() >= self._due:
             self._live.update(self._picture(), refresh=True)
             self._rows, self._due = rows, monotonic() + REDRAWN
 
     def finish(self) -> None:
-        """Draw the last picture, which stays."""
+        """Draw the last picture, which stays on the screen."""
         if self._live is not None:
             self._live.update(self._picture(), refresh=True)
         else:

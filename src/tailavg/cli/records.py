@@ -1,7 +1,7 @@
-"""Logs that are not lines: TensorBoard's event files, and trainer_state.json of Hugging Face.
+"""Logs other than text lines: TensorBoard's event files, and trainer_state.json of Hugging Face.
 
-`stream` and `plot` read them as JSON lines, one for each time that something was logged. A record
-has the step, and the tags or fields that were logged at that step.
+`stream` and `plot` read them through `record_lines`, as JSON lines. A line is a record: a step, and
+the tags or fields that were logged at that step.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ STEP = "step"
 
 TRAINER_STATE = "trainer_state.json"
 TEXTS = (".csv", ".jsonl", ".json", ".txt", ".log")
-"""Endings of what cannot be an event file, whatever its name."""
+"""Endings of names that are not event files, even with "tfevents" in the name."""
 
 
 def has_records(file: str) -> bool:
-    """Return whether this is a folder, an event file, or a trainer_state.json."""
+    """Return whether `file` is a folder, an event file, or a trainer_state.json."""
     path = Path(file)
     is_events = "tfevents" in path.name and path.suffix not in TEXTS
     return is_events or path.name.endswith(TRAINER_STATE) or path.is_dir()
 
 
 def record_lines(file: str, names: list[str] | None) -> bytes:
-    """Return the records of a file or folder as JSON lines. Fail unless they have these names."""
+    """Return the records of a file or folder as JSON lines. Fail if one of the names is missing."""
     path = Path(file)
     state = path / TRAINER_STATE if path.is_dir() else path
     if state.name.endswith(TRAINER_STATE) and state.exists():
@@ -43,8 +43,8 @@ def record_lines(file: str, names: list[str] | None) -> bytes:
         kind, option, records = "tag", "--column", _event_records(file)
     known = list(dict.fromkeys(chain.from_iterable(records)))
     if not names:
-        found = ", ".join(name for name in known if name != STEP)
-        raise typer.BadParameter(f"{file}: choose a {kind} with {option} (found: {found})")
+        choices = ", ".join(name for name in known if name != STEP)
+        raise typer.BadParameter(f"{file}: choose a {kind} with {option} (found: {choices})")
     for name in names:
         if name not in known:
             fail(f"{file}: no {kind} {short(name)}; {nearest(name, known[1:])}")
@@ -52,7 +52,7 @@ def record_lines(file: str, names: list[str] | None) -> bytes:
 
 
 def _trainer_records(path: Path) -> list[dict[str, Any]]:
-    """Return what a Trainer of Hugging Face has logged."""
+    """Return the records that a Trainer of Hugging Face has logged."""
     try:
         history = json.loads(path.read_text())["log_history"]
         return [{STEP: record[STEP]} | record for record in history]
@@ -87,8 +87,8 @@ def _event_records(file: str) -> list[dict[str, Any]]:
                 events.append((event.wall_time, event.step, tag, float(value)))
     if not events:
         fail(
-            f"{file}: expected event files with scalars, got none; of a folder of runs, name each "
-            "run, as in runs/*"
+            f"{file}: expected event files with scalars, got none; to read a folder of runs, "
+            "pass each run, as in runs/*"
         )
     records: list[dict[str, Any]] = []
     for _, step, tag, value in sorted(events, key=itemgetter(0)):

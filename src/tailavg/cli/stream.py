@@ -1,7 +1,8 @@
 """`tailavg stream`: average numbers from a pipe or a file, line by line.
 
 Input is read in blocks of the lines that have arrived: one line if they come slowly, thousands if
-they come fast. Blocks of many lines are averaged as arrays, and others row by row.
+they come fast. A block of many lines is averaged as arrays, other blocks row by row. Read `stream`
+first, then `Session.answer`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from tailavg.numpy.average import NanPolicy
 
 
 class Format(StrEnum):
-    """What to write: averages alone, or after the columns of the input."""
+    """The form of the output: averages alone, or after the columns of the input."""
 
     plain = "plain"
     csv = "csv"
@@ -67,7 +68,7 @@ def stream(
     ] = None,
     at_most: Annotated[int | None, options.AT_MOST] = None,
     every: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Answer only every N-th number.")
+        int, typer.Option(min=1, metavar="N", help="Write an average only after every N-th number.")
     ] = 1,
     output_format: Annotated[
         Format,
@@ -133,7 +134,7 @@ def stream(
 
 
 def _share(windows: list[Window], method: Method, accumulators: int | None) -> Reads:
-    """Return how to read several windows, all fractions from one set of blocks."""
+    """Return the rules and windows of several averages; all fractions share one `AnyTail`."""
     if method is Method.freshest:
         return parse_reads(windows, method, accumulators)
     if method is not Method.anytime:
@@ -144,7 +145,7 @@ def _share(windows: list[Window], method: Method, accumulators: int | None) -> R
 
 
 def _reserve(state: Path, stack: ExitStack) -> None:
-    """Lock a state against other processes, or fail if it could not be saved."""
+    """Lock the file of the state against other processes. Fail if it cannot be written."""
     signals.act(Act.note)
     try:
         check_writable(state)
@@ -156,7 +157,10 @@ def _reserve(state: Path, stack: ExitStack) -> None:
 
 
 def _answer(session: Session, blocks: Iterable[bytes]) -> str | None:
-    """Answer until the input ends; return what else ended it, "" if the reader has gone."""
+    """Write averages until the input ends or a signal arrives. Return an error message, or None.
+
+    The message is "" if the program that reads the output has ended.
+    """
     try:
         with np.errstate(all="ignore"):
             signals.act(WAITING)
@@ -216,7 +220,7 @@ def _write(data: bytes) -> None:
 
 
 class Session(Rows):
-    """The state between input and output: the averages, and how far the input has been read."""
+    """A run of `tailavg stream`: its averages, and how far it has read the input."""
 
     def __init__(
         self,
@@ -233,7 +237,7 @@ class Session(Rows):
         self.averages = Averages(reads, len(source.columns), every, nan)
 
     def answer(self, block: bytes) -> bytes:
-        """Take a block of lines, and return the output."""
+        """Take a block of lines, and return the output for it."""
         text = self._answer_rows(self.body(block))
         if self.format is Format.csv and self.source.names and not self.headed:
             self.headed = True
@@ -243,7 +247,7 @@ class Session(Rows):
         return text
 
     def _answer_rows(self, block: bytes) -> bytes:
-        """Answer rows: as arrays if they are many, and otherwise one by one."""
+        """Return the output for rows: average many rows as arrays, and few rows one by one."""
         many = has_many_lines(block)
         if (
             many
@@ -265,7 +269,7 @@ class Session(Rows):
         return self._format(heads, np.array([averages for _, averages in answers]))
 
     def _head(self, row: Row) -> str:
-        """Return a line of the output up to where the averages are added."""
+        """Return the part of an output line before its averages."""
         if self.format is Format.plain:
             return row.key
         if self.format == self.source.carries:
@@ -273,12 +277,12 @@ class Session(Rows):
         return self.source.converted_head(row)
 
     def _format(self, heads: Iterable[str], averages: Array) -> bytes:
-        """Return the output: lines that begin with these heads and end with these averages."""
+        """Return output lines, each with its head and then its averages."""
         if self.format is Format.plain and self.source.by is None:
             return format_numbers(averages)
         if self.format is Format.jsonl:
             numbers = format_numbers(averages).decode().split()
-            if not np.isfinite(averages).all():  # for which JSON has no numbers
+            if not np.isfinite(averages).all():  # JSON has no NaN and no infinity
                 numbers = ["null" if number[-1] in "nf" else number for number in numbers]
             joint, endings = ", ", self._json_ending * len(averages) % tuple(numbers)
         else:
@@ -294,7 +298,7 @@ class Session(Rows):
         return ", ".join([f"{name.replace('%', '%%')}: %s" for name in names]) + "}\n"
 
     def _options(self) -> dict[str, Any]:
-        """Return the options that a state must have been made with."""
+        """Return the options that must be the same when a state is loaded."""
         return {
             "rule": [plain(rule) for rule in self.averages.rules],
             "input": self.source.kind,
@@ -317,7 +321,7 @@ class Session(Rows):
             fail(f"{path}: {error.strerror}")
         except typer.Exit:
             raise
-        except Exception as error:  # a damaged file fails in as many ways as there are
+        except Exception as error:  # a damaged file can raise any exception
             fail(
                 f"{path}: expected a state saved by tailavg stream, got: {repr(error)[:300]}; "
                 "move the file away to start over"
@@ -331,7 +335,7 @@ class Session(Rows):
             if saved["options"][name] != value:
                 fail(
                     f"{path}: the state was made with other options: {name} was "
-                    f"{saved['options'][name]}, is {value}; use the same, or another file"
+                    f"{saved['options'][name]}, is {value}; use the same options, or another file"
                 )
         if not all(isinstance(name, str) for name in saved["names"]):
             raise ValueError("names: expected texts")
@@ -346,7 +350,7 @@ class Session(Rows):
             raise ValueError(f"expected {saved['keys']} keys, got {len(self.averages)}")
 
     def save(self, path: Path) -> None:
-        """Write the state atomically: a line about all keys, then one for each."""
+        """Write the state atomically: a line of JSON about all keys, then a line for each key."""
         state = {
             "format": STREAM,
             "version": STREAM_VERSION,

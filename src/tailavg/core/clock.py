@@ -1,4 +1,4 @@
-"""The clock: what to do at each step of an average, and which blocks an average consists of.
+"""The clock: it decides at each step what an average does, and how it weighs its blocks.
 
 This is the one mechanism of the library. A clock holds a few integers and makes every decision. A
 store holds a sum and the means of blocks, and does what the clock says:
@@ -6,6 +6,10 @@ store holds a sum and the means of blocks, and does what the clock says:
     sample ─▶ clock.prepare(store): if due, fold the sum into the newest mean, and perhaps turn
            ─▶ store: add the sample, times the clock's factor, to the sum; count it
     read   ─▶ clock.terms(): weights of the means and of the sum
+
+To fold is to merge the sum into the newest mean. To turn is to close the open block, to drop or
+merge an older block, and to open the next block. Read `Store` first, then `Clock.prepare` and
+`BlockClock`.
 
 The weights never depend on the samples, so one clock serves stores of numbers, arrays, tensors and
 pytrees. `tailavg.jax.clock` has the same fields as traced values.
@@ -51,20 +55,20 @@ __all__ = [
 ]
 
 FOLD = 256
-"""How many samples are summed before the sum is folded into a mean: float32 then keeps 5 digits."""
+"""The sum is folded into a mean after this many samples, so that float32 keeps 5 digits."""
 
 SMALLEST = math.exp(-8.0)
-"""How far an `Exponential` may decay before the sum is folded: float32 then keeps 5 digits."""
+"""An `Exponential` folds before its scale falls below this, so that float32 keeps 5 digits."""
 
 SUM = -1
-"""In place of a block: the sum of the samples that are in no mean yet."""
+"""The number that stands, in place of a block, for the sum of the samples that are in no mean."""
 
 _SHARED = 8 * FOLD  # steps whose decays are computed at once
-_TURNS, _MERGES = 300, 100  # replayed to check a state from outside, in about a millisecond
+_TURNS, _MERGES = 300, 100  # the most turns that a check of a state replays: about 1 ms
 
 
 Run = tuple[int, int, int]
-"""Consecutive samples between two events: see `BlockClock.runs`."""
+"""Consecutive samples that are averaged with the same blocks: see `BlockClock.runs`."""
 
 
 class Store(ABC):
@@ -80,40 +84,41 @@ class Store(ABC):
         """Fold the sum into the newest mean, and begin a new sum.
 
         Args:
-            total: The sum divided by `total` is a mean.
-            weight: The weight of that mean in the joint mean; 1 if nothing was folded before.
-            carry: The new sum begins with the rounding error of the joint mean times `carry`.
+            total: The mean of the sum is the sum divided by `total`.
+            weight: The weight of the mean of the sum in the merged mean. It is 1 if the newest
+                block has no mean yet.
+            carry: The new sum begins with the rounding error of the merged mean times `carry`.
         """
 
     @abstractmethod
     def turn(self, gone: int, weight: float) -> None:
-        """Open a block: append its mean, and begin a new sum with 0.
+        """Open a block: append a mean without samples, and begin a new sum with 0.
 
         Args:
-            gone: The block to remove.
+            gone: The index of the block to remove.
             weight: The weight of the removed mean when it is merged into the mean before it; 0 to
                 drop it.
         """
 
 
 class Clock(ABC):
-    """The scalar state of an average: how many samples, in which blocks, folded up to where."""
+    """The integers of an average: the number of samples, where blocks start, and the last fold."""
 
     __slots__ = ("blocks", "count", "folded", "next", "rule")
 
     rule: Rule
     factors: Sequence[float] = ()
-    """Factors of the samples in the sum, from the last one before `next` back to the first that is
-    not folded. Empty if all factors are 1."""
+    """The factors with which samples are added to the sum, from the sample at step `next` back to
+    the first sample after the fold. Empty if all factors are 1."""
     count: int
     """The number of samples so far, t."""
     blocks: list[int]
     """The start of each block, oldest first. Empty blocks come first and start at 0. The list is
     never changed in place."""
     folded: int
-    """The step up to which the samples are in means."""
+    """The step up to which samples are in means. Later samples are in the sum."""
     next: int
-    """The step after which something is due."""
+    """The step after which a fold or a turn is due."""
 
     def __init__(self, rule: Rule) -> None:
         self.rule = rule
@@ -137,7 +142,7 @@ class Clock(ABC):
         return 1.0
 
     def prepare(self, store: Store) -> None:
-        """Do what is due before the next sample."""
+        """Fold the sum and turn, if that is due before the next sample."""
         if self.count >= self.next:
             if self.count > self.folded:
                 store.fold(*self.fold())
@@ -150,12 +155,12 @@ class Clock(ABC):
         """Mark the sum as folded. Return the arguments of `Store.fold`."""
 
     def turn(self) -> tuple[int, float] | None:
-        """Open the next block if the open one is full. Return the arguments of `Store.turn`."""
+        """Open the next block if the open block is full. Return the arguments of `Store.turn`."""
         return None
 
     @abstractmethod
     def terms(self, window: Reading | None = None) -> list[tuple[float, int]]:
-        """Return the average as weights of blocks, or of the `SUM`.
+        """Return the terms of the average: pairs of a weight and a block, or `SUM`.
 
         Blocks without a weight are left out, since 0 times NaN is NaN.
         """
@@ -163,7 +168,7 @@ class Clock(ABC):
     def restore(self, count: int, starts: Sequence[int], folded: int) -> None:
         """Resume from a state. Raise a ValueError, and change nothing, if the state is impossible.
 
-        The time does not depend on `count`.
+        The time that this takes does not depend on `count`.
         """
         blocks = self._possible(count, list(starts), folded)
         if blocks is None:
@@ -175,7 +180,7 @@ class Clock(ABC):
 
     @abstractmethod
     def resume(self, count: int, blocks: list[int], folded: int) -> None:
-        """Go to a step that is known to be possible."""
+        """Resume from a state that is known to be possible."""
 
     @abstractmethod
     def _possible(self, count: int, starts: list[int], folded: int) -> list[int] | None:
@@ -201,7 +206,10 @@ class BlockClock(Clock):
         return blocks if fits else None
 
     def _fit(self, blocks: list[int], count: int) -> bool:
-        """Return whether these are the blocks at that count, or after many turns may be."""
+        """Return whether the rule has these blocks after `count` samples.
+
+        If there are too many turns to replay, only necessary conditions are checked.
+        """
         rule, places = self.rule, self.rule.accumulators
         if not count or len(blocks) != places:
             return not count and blocks == [0] * places
@@ -211,9 +219,9 @@ class BlockClock(Clock):
         rising = blocks[0] >= 0 and all(a < b for a, b in pairwise([*blocks, count]))
         if not rising or count > rule.closes(blocks):
             return False
-        if isinstance(rule, AnyTail):  # its blocks cover the whole stream
+        if isinstance(rule, AnyTail):  # the blocks of an AnyTail cover the whole stream
             return blocks[0] == 0
-        # the last one was opened when the one before it was closed
+        # the last block was opened when the block before it was closed
         return rule.closes([-1, *blocks[:-1]]) == blocks[-1]
 
     def _schedule(self) -> None:
@@ -225,14 +233,14 @@ class BlockClock(Clock):
 
     @property
     def overfull(self) -> bool:
-        """Whether the sum has so many samples that it should be folded now."""
+        """Whether the sum has enough samples to be folded."""
         return self.count >= self.folded + FOLD
 
     def fold(self) -> tuple[float, float, float]:
-        count, size, rest = self.count, self.count - self.blocks[-1], self.count - self.folded
+        count, size, in_sum = self.count, self.count - self.blocks[-1], self.count - self.folded
         self.folded = count
         self._look_ahead()
-        return rest, rest / size, size
+        return in_sum, in_sum / size, size
 
     def turn(self) -> tuple[int, float] | None:
         if self.count < self.closes:
@@ -243,7 +251,7 @@ class BlockClock(Clock):
         return turn
 
     def _open(self, t: int) -> tuple[int, float]:
-        """Open a block. Drop the oldest; an `AnyTail` merges two instead."""
+        """Open a block at step t. Drop the oldest block; an `AnyTail` merges two blocks instead."""
         blocks, gone, weight = self.blocks, 0, 0.0
         if isinstance(self.rule, AnyTail) and blocks[0] != blocks[1]:
             gone = self.rule.merged(blocks, t)
@@ -253,19 +261,19 @@ class BlockClock(Clock):
         return gone, weight
 
     def split(self, window: Window, ahead: int = 0) -> tuple[int, int, int]:
-        """Return which blocks are read now, or some steps ahead.
+        """Return which blocks have a weight now, or `ahead` steps later.
 
         Returns:
-            The oldest block that has a weight (-1 if that is the open block), the step since which
-            all samples weigh the same, and the first step at which this changes.
+            The oldest block that has a weight (-1 if that is the open block), the step after which
+            all samples have the same weight, and the first step at which the two numbers change.
         """
         return _split(self.blocks, self.count + ahead, window)
 
     def runs(self, end: int, window: Window) -> Iterator[tuple[list[Run], int]]:
         """Go to step `end`. Yield lists of runs of samples, and how often each list repeats.
 
-        A run is the number of samples, the oldest block that has a weight (see `split`), and the
-        block that is removed before them (-1 if none is). The caller folds.
+        A run is a tuple of the number of samples, the oldest block that has a weight (see `split`),
+        and the block that is removed before the run, or -1. The caller decides when to fold.
 
         Examples:
             >>> from tailavg import AnytimeWindow
@@ -278,8 +286,8 @@ class BlockClock(Clock):
         while self.count < end:
             gone = -1
             if self.count >= self.closes:
-                if again := self._again(end, window):
-                    yield from [(runs, 1), again] if runs else [again]
+                if repeated := self._repeated_blocks(end, window):
+                    yield from [(runs, 1), repeated] if runs else [repeated]
                     runs = []
                     continue
                 gone, _ = self._open(self.count)
@@ -290,8 +298,11 @@ class BlockClock(Clock):
         if runs:
             yield runs, 1
 
-    def _again(self, end: int, window: Window) -> tuple[list[Run], int] | None:
-        """Skip equal blocks. Return the runs of one of them, and how many blocks there are."""
+    def _repeated_blocks(self, end: int, window: Window) -> tuple[list[Run], int] | None:
+        """Skip blocks that have the same runs. Return these runs, and the number of blocks.
+
+        Return None unless two blocks of the same size come next.
+        """
         (size, until), t = self.alike(), self.count
         most = min((until - t) // size + 1, (end - t) // size) if size else 0
         if most < 2:
@@ -302,7 +313,7 @@ class BlockClock(Clock):
             return _runs(starts, starts[-1], starts[-1] + size, window, 0)
 
         first = runs(0)
-        # a window that grows needs ever older blocks: once they differ, they differ for good
+        # a growing window needs ever older blocks: once its runs differ, they stay different
         repeats = bisect_left(range(1, most), True, key=lambda number: runs(number) != first) + 1
         self.blocks = [start + repeats * size for start in self.blocks]
         self.closes = self.rule.closes(self.blocks)
@@ -337,15 +348,15 @@ class BlockClock(Clock):
         sizes = [end - start for start, end in pairwise([*blocks, t])]
         weights = reading.read(sizes, t)
         in_sum = t - self.folded
-        each = weights[last] / sizes[last]  # of a sample of the open block
+        each = weights[last] / sizes[last]  # the weight of a sample of the open block
         weights[last] = each * (sizes[last] - in_sum)
         terms = [(weight, block) for block, weight in enumerate(weights) if weight]
         return [*terms, (each, SUM)] if in_sum and each else terms
 
     def alike(self) -> tuple[int, int]:
-        """Return the size of the blocks from here on, and the last step at which one starts.
+        """Return the size of the next blocks, and the last step at which such a block starts.
 
-        Return (0, 0) if their sizes differ.
+        Return (0, 0) if the present blocks differ in size.
 
         Examples:
             >>> from tailavg import AnytimeWindow
@@ -360,10 +371,11 @@ class BlockClock(Clock):
         return size, self.rule.alike_until(blocks, size)
 
     def _cycle(self) -> tuple[int, int]:
-        """Return how far all starts move in a round of the paper's turns, and until when.
+        """Return how far a round of the paper's turns moves all starts, and until which step.
 
-        A block is closed when the blocks after the oldest hold the window: `shift` samples, for a
-        while. Return (0, 0) for other rules.
+        In a round, each closed block is replaced once. With the paper's turns, a growing window
+        closes a block when the blocks after the oldest hold the window. For a while, that is every
+        `shift` samples. Return (0, 0) for other rules.
         """
         rule, blocks = self.rule, self.blocks
         if not isinstance(rule, AnytimeWindow) or rule.turns == "balanced":
@@ -402,27 +414,27 @@ class BlockClock(Clock):
 class DecayClock(Clock):
     """The clock of an `Exponential`.
 
-    In the plain recurrence, mean = g mean + w x with w = 1 - g, each step rounds the mean, and over
-    a long window the samples drown in that. Here the mean M stays as it was at the last fold, at
-    step f, and samples are summed beside it, so that at step t
+    The plain recurrence, mean = g mean + w x with w = 1 - g, rounds the mean at every step. Over a
+    long window, the rounding errors become larger than the terms w x. Here the mean M changes only
+    when the sum is folded. After a fold at step f, samples are added to a sum, and at step t
 
-        average = G (g_{f+1} M + sum),    sum = Σ w_i / G_i x_i,    G_i = g_{f+2} ⋯ g_i
+        average = G_t (g_{f+1} M + sum),    sum = Σ w_i / G_i x_i,    G_i = g_{f+2} ⋯ g_i
 
-    until a few hundred samples have come or G has become small. The first sample after a fold has
-    the factor w: a decay of 0, as of a window of one sample, divides nothing.
+    The next fold comes after a few hundred samples, or when G_t has become small. G_{f+1} is 1, so
+    the first sample after a fold is never divided by a decay of 0, as of a window of one sample.
     """
 
     __slots__ = ("_scales", "_steady_from", "decay", "factors")
 
     rule: Exponential
     decay: float
-    """g_{f+1}."""
+    """The decay of the first sample after the fold, g_{f+1}."""
     factors: list[float]
     _scales: list[float] | Reals
 
     @property
     def scales(self) -> list[float]:
-        """G_i of each sample after the fold."""
+        """The scale G_i of each sample after the fold."""
         scales = self._scales
         if not isinstance(scales, list):  # converted at the first read after a fold
             self._scales = scales = scales.tolist()
@@ -455,7 +467,7 @@ class DecayClock(Clock):
         of_mean, of_sum = self.weights()
         steady = self.folded >= self._steady_from
         self.folded = self.count
-        if steady:  # the factors are still right
+        if steady:  # the decay is constant, so the factors stay the same
             self.next = self.folded + len(self.factors)
         else:
             self._use(factors(self.rule, self.folded, FOLD, SMALLEST))
@@ -497,8 +509,8 @@ def factors(
 ) -> tuple[float, Reals, Reals]:
     """Return g_{f+1}, the factors w_i / G_i and the scales G_i of a `DecayClock` after a fold.
 
-    They cover as many samples as keep G above `smallest`, but at least `least` and at most `most`.
-    Once the decay is constant, they are the same after every fold.
+    They cover the samples whose scale is at least `smallest`, but no fewer than `least` and no more
+    than `most`. Once the decay is constant, they are the same after every fold.
     """
     if folded >= rule.window.steady_from:
         return _steady_factors(rule, most, smallest, least)
@@ -533,7 +545,7 @@ def _decays(rule: Exponential, start: int) -> Reals:
 
 
 class SampleClock(Clock):
-    """The clock of an `ExactWindow`: each sample is a block, and nothing is ever due."""
+    """The clock of an `ExactWindow`: each sample is a block; there are no folds and no turns."""
 
     __slots__ = ()
 
@@ -560,8 +572,8 @@ class SampleClock(Clock):
 
     def _possible(self, count: int, starts: list[int], folded: int) -> list[int] | None:
         kept = int(self.rule.samples(count))
-        given = folded == count and len(starts) == kept
-        return [] if given and starts == list(range(count - kept, count)) else None
+        fits = folded == count and len(starts) == kept
+        return [] if fits and starts == list(range(count - kept, count)) else None
 
 
 def clock_for(rule: Rule) -> Clock:

@@ -25,15 +25,15 @@ class Profile:
     count: int
     """The number of samples so far, t."""
     size: float
-    """The size of the window, k_t, that was requested."""
+    """The size of the requested window, k_t."""
     effective_size: float
     """1 / Σα², the number of equally weighted samples with the same variance."""
     mean_age: float
-    """The mean age of the samples, by weight."""
+    """The weighted mean of the ages of the samples."""
     oldest_age: int
     """The age of the oldest sample that has a weight."""
     accumulators: int
-    """The number of means in memory, or for an exact window of samples."""
+    """The number of means in memory; for an `ExactWindow`, the number of stored samples."""
 
 
 def dense_weights(
@@ -67,12 +67,12 @@ def profile(rule: Rule, starts: Sequence[int], t: int, window: Reading | None = 
 def newest_first(
     rule: Rule, starts: Sequence[int], t: int, window: Reading | None = None
 ) -> Iterator[tuple[int, float | Reals]]:
-    """Yield runs of samples, newest first: how many there are, and the weight of each."""
+    """Yield runs of samples, newest first: their number, and their weights (or a common weight)."""
     window_of(rule, window, t)
     if not t:
         return
     if isinstance(rule, Exponential):
-        kept = 1.0  # the weight of everything up to step t
+        kept = 1.0  # the weight of all samples up to step t
         while t > 0 and kept > 0.0:
             decays = rule.decay(np.arange(t, max(0, t - _CHUNK), -1))
             left = kept * np.cumprod(decays)

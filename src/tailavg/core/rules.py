@@ -1,10 +1,10 @@
-"""Rules: how to average, as immutable descriptions that never see a sample.
+"""Rules: immutable descriptions of how to average. The clocks of `core.clock` carry them out.
 
 - `AnytimeWindow` (the paper's *awa*): a few blocks of consecutive samples; the oldest is dropped.
 - `Exponential` (*exp*): one mean, with a decay that depends on t.
 - `AnyTail`: blocks that cover the whole stream and are read with any window; neighbours are merged.
 - `ExactWindow` (*true*) stores the samples; `RawTail` (*raw*) needs to know the end in advance. The
-  paper compares with these two.
+  paper compares its averages with these two.
 
 A block is identified by its start, the number of samples before it. The last block is open. There
 are always as many blocks as accumulators; empty blocks come first and start at 0.
@@ -64,7 +64,7 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 Turns = Literal["balanced", "paper"]
 
-_MOST = 10_000  # accumulators: with more, the samples themselves would do
+_MOST = 10_000  # accumulators: more would take as much memory as storing samples
 
 
 @dataclass(frozen=True, init=False)
@@ -72,8 +72,8 @@ class AnytimeWindow(OfWindow):
     """The paper's anytime window average, for any window and number of accumulators.
 
     The open block is closed when it has its share of the window *and* the blocks after the oldest
-    hold the whole window, so that the oldest can be dropped. With `turns="paper"`, a growing window
-    does not wait for the share. That is the paper's rule; it spends accumulators on small blocks.
+    hold the whole window, so that the oldest can be dropped. With `turns="paper"`, as in the paper,
+    a growing window does not wait for the share; some accumulators then hold small blocks.
     """
 
     window: Window
@@ -105,7 +105,7 @@ class AnytimeWindow(OfWindow):
         return end if starts[0] == starts[1] else max(end, window.filled_at(starts[1]))
 
     def alike_until(self, starts: Sequence[int], size: int) -> int:
-        """Return the last start of a block of `size`, given that all blocks have that size now.
+        """Return the last step at which a block of `size` starts, if all blocks have that size.
 
         Examples:
             >>> AnytimeWindow(0.001).alike_until([0, 1, 2], 1)
@@ -127,8 +127,8 @@ class AnytimeWindow(OfWindow):
 class Exponential(OfWindow):
     """An exponential average that has the variance of k_t samples at every step.
 
-    Its effective size is n_t = min(n_{t-1} + 1, k_t): the plain mean at first, then k_t. A fixed
-    window's decay is then the paper's (k-1)/(k+1).
+    Its effective size is n_t = min(n_{t-1} + 1, k_t): it is the plain mean at first, and has the
+    effective size k_t later. The decay of a fixed window is then (k-1)/(k+1), as in the paper.
     """
 
     window: Window
@@ -178,27 +178,27 @@ class Exponential(OfWindow):
     def _joined(self, t: Any) -> Any:
         """Return the weights of sample t and of the average before it."""
         before = self.window.size(t - 1)
-        # how many samples there are beyond n_t; n_t itself would cancel in float32
+        # the number of samples beyond n_t; subtracting n_t would cancel digits in float32
         excess = (t - 1 >= before) * (1.0 - self.window.growth(t))
         return weights(smaller(t - 1, before), 1.0, excess, square_root)
 
 
 @dataclass(frozen=True)
 class AnyTail:
-    """Every tail at once: any window from the fraction `shortest` of the stream to all of it.
+    """Averages that are read with any window, from the fraction `shortest` of the stream to all.
 
-    Read it with a window: `value(0.3)`, `value(5000)`.
+    Pass the window when you read: `value(0.3)`, `value(5000)`.
 
-    Blocks cover the whole stream. A read uses the newest blocks that hold the window, and all
-    samples of the oldest of these have a weight, also those beyond the window. To keep them few,
-    blocks are merged so that their ages stay close to a geometric series. With more accumulators,
-    an average reaches less far beyond the window.
+    The blocks cover the whole stream. An average consists of the newest blocks that hold the
+    window. All samples of the oldest of these blocks have a weight, even samples before the window.
+    To keep such samples few, blocks are merged so that their ages stay close to a geometric series.
+    With more accumulators, an average reaches less far beyond the window.
 
     Examples:
         >>> from tailavg import TailAverage
         >>> average = TailAverage(AnyTail())
         >>> average.update_many(range(1000))
-        >>> [round(average.value(c), 1) for c in (0.25, 0.5, 1.0)]  # of 874.5, 749.5, 499.5
+        >>> [round(average.value(c), 1) for c in (0.25, 0.5, 1.0)]  # exact: 874.5, 749.5, 499.5
         [877.0, 751.1, 499.5]
     """
 
@@ -225,8 +225,8 @@ class AnyTail:
     def _share(self) -> Fraction:
         """The share of the stream that a block has when it is closed: at most `shortest`.
 
-        Larger blocks are worse while they are the newest; smaller blocks force more merges. The
-        formula was fitted to the best shares in simulations.
+        Larger blocks make averages worse while they are the newest; smaller blocks force more
+        merges. The formula was fitted to the best shares in simulations.
         """
         c = self.shortest
         best = (0.3 + 2.0 * math.log(1.0 / c) / (1.0 - c)) / (self.accumulators - 1)
@@ -238,15 +238,16 @@ class AnyTail:
         last = starts[-1]
         if starts[0] == starts[1]:  # a block is empty
             return last + 1
-        rest = 1 - self._share
-        return max(last + 1, -(-last * rest.denominator // rest.numerator))
+        before = 1 - self._share  # the share of the stream before the open block
+        return max(last + 1, -(-last * before.denominator // before.numerator))
 
     def merged(self, starts: Sequence[int], t: int) -> int:
         """Return the block to merge with the one before it when a block is opened at step t.
 
-        It is the pair whose joint size is smallest relative to the number of samples after it: that
-        ratio is how far a window that starts inside the pair overshoots. A pair that is too new for
-        any allowed window counts with its ratio at the first step at which one starts inside it.
+        The pair with the smallest ratio is merged: the joint size of the pair, divided by the
+        number of samples after it. The ratio says how far a window that starts inside the pair
+        overshoots. If a pair is so new that every allowed window starts before it, the ratio is
+        computed for the first step at which a window starts inside the pair.
         """
         p, q = fraction(self.shortest).as_integer_ratio()
         best, least, since = 0, 1, 0  # the best pair so far, its size and the samples after it
@@ -257,7 +258,7 @@ class AnyTail:
         return best
 
     def window(self, window: Reading | None, t: int) -> Window | ByAge:
-        """Return what to read with at step t. A linear decay is the plain window."""
+        """Return the window or decay to read with at step t. A linear decay becomes its window."""
         if window is None:
             raise no_window_error()
         reading = window if isinstance(window, ByAge) else as_window(window)
@@ -272,18 +273,18 @@ class AnyTail:
         return reading
 
     def reads(self, window: Window | ByAge, t: int) -> bool:
-        """Return whether a window is long enough to be read at step t, and so at steps before."""
+        """Return whether a window is long enough at step t. It is then long enough before, too."""
         return bool(window.size(t) >= self.shortest * t * (1 - float(TIE)))
 
 
 @dataclass(frozen=True, init=False)
 class ExactWindow(OfWindow):
-    """The true average of the last ⌈k_t⌉ samples, which it stores."""
+    """The true average of the last ⌈k_t⌉ samples, all of which are stored."""
 
     window: Window
 
     def samples(self, t: Any) -> Any:
-        """Return how many samples are averaged at step t: the ceiling of k_t, or all t.
+        """Return how many samples are averaged at step t: k_t rounded up, but at most t.
 
         Examples:
             >>> ExactWindow(0.07).samples(100), ExactWindow(0.07).samples(101)
@@ -340,16 +341,16 @@ def as_rule(rule: AnyWindow | Rule) -> Rule:
     if isinstance(rule, ByAge):
         raise TypeError(
             f"rule: expected a number, a window or a rule, got {rule}; average with AnyTail(), and "
-            f"read that with value({type(rule).__name__}(…))"
+            f"read the average with value({type(rule).__name__}(…))"
         )
     return rule if isinstance(rule, Rule) else AnytimeWindow(as_window(rule, "rule"))
 
 
 def as_training_rule(rule: AnyWindow | Rule, stacklevel: int = 4) -> TrainingRule:
-    """Return a rule for averaging the weights of a model, which excludes an `ExactWindow`.
+    """Return a rule for averaging the weights of a model. Raise if it is an `ExactWindow`.
 
-    Warn about a number that looks like an EMA's decay. `stacklevel` leads from here to the line of
-    the user.
+    Warn about a number that looks like an EMA's decay. `stacklevel` is passed to `warnings.warn`,
+    so that the warning points to the user's line.
     """
     given = as_rule(rule)
     if isinstance(given, ExactWindow):
@@ -360,15 +361,15 @@ def as_training_rule(rule: AnyWindow | Rule, stacklevel: int = 4) -> TrainingRul
     if isinstance(rule, float) and 0.9 <= rule < 1:
         warnings.warn(
             f"{rule:g} is the last {100 * rule:g} % of the steps, not a decay; the EMA with decay "
-            f"{rule:g} is Exponential({_samples_of(rule)}); Growing({rule:g}) says that you mean "
-            "it",
+            f"{rule:g} is Exponential({_samples_of(rule)}); pass Growing({rule:g}) if you mean the "
+            "fraction",
             stacklevel=stacklevel,
         )
     return given
 
 
 def refuses_decay(call: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Decorate a function that takes a rule: explain what to write instead of `decay=0.999`."""
+    """Decorate a function that takes a rule: if it gets `decay=0.999`, say what to pass instead."""
 
     @wraps(call)
     def checked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -390,7 +391,7 @@ def _samples_of(decay: float) -> int:
 
 
 def window_of(rule: Rule, window: Reading | None, t: int) -> Window | ByAge:
-    """Return what to read an average with at step t: the rule's own window, or `window`."""
+    """Return the window or decay of an average at step t: the rule's own window, or `window`."""
     if isinstance(rule, AnyTail):
         return rule.window(window, t)
     if window is not None:
@@ -423,7 +424,8 @@ def check_window(rule: Rule, window: Reading | None, steps: int | None = None) -
     if steps is None:
         raise ValueError(
             f"window: {window!r} is too short for {rule} in a long run, where it is less than "
-            f"{least} of the steps; pass a fraction of at least {least}, or a Decay over one"
+            f"{least} of the steps; pass a fraction of at least {least}, or a Decay or a Freshest "
+            "over such a fraction"
         )
     raise ValueError(
         f"window: {window!r} is too short for the {steps} counted steps of this run: {rule} needs "

@@ -2,7 +2,7 @@
 
 A window answers two questions. How large is it at step t? At which step do the samples since a
 given step fill it, or a block's share of it? Every decision follows from these two answers. The
-second is integer arithmetic, so that every framework turns at the same sample.
+second answer is computed with integers, so that every framework turns at the same sample.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ MOST = 2**62
 """The most samples that a window, a stream or a state may have."""
 
 TIE = Fraction(1, 10**12)
-"""A count reaches a real number if it is within this relative distance: 7 reaches 0.07 * 100."""
+"""Numbers within this relative distance count as equal: 7 samples fill a window of 0.07 * 100."""
 
 _TIE = float(TIE)
 BITS = 60
-"""Fractional bits of the ratio by which steps are stretched."""
+"""The number of fractional bits of `Growing.stretch`."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Fixed:
 
     @property
     def steady_from(self) -> int:
-        """The first step from which the size no longer changes and that many samples exist."""
+        """The first step at which the window has its final size, and that many samples exist."""
         return self.k
 
     def size(self, t: Any) -> Any:
@@ -108,11 +108,11 @@ class Growing:
         object.__setattr__(self, "c", float(c))
         if self.at_most is not None:
             object.__setattr__(self, "at_most", positive_int(self.at_most, "at_most"))
-        _ = self.ratio, self.most  # cached now: a compiler that traces `size` cannot do so
+        _ = self.ratio, self.most  # cached now: a compiler that traces `size` could not cache them
 
     @property
     def steady_from(self) -> int:
-        """The first step from which the size no longer changes and that many samples exist."""
+        """The first step at which the window has its final size, and that many samples exist."""
         return NEVER if self.at_most is None else self._capped_from
 
     def size(self, t: Any) -> Any:
@@ -159,7 +159,7 @@ class Growing:
         )
 
     def growth(self, t: Any) -> Any:
-        """Return k_t - k_{t-1}, also where single precision cannot tell the two apart.
+        """Return k_t - k_{t-1}, also where both are equal in single precision.
 
         Examples:
             >>> [round(Growing(0.3, at_most=2).growth(t), 3) for t in (3, 4, 5, 6, 7, 8)]
@@ -173,8 +173,8 @@ class Growing:
     def filled_at(self, start: int, parts: int = 1) -> int:
         """Return the first step at which the samples after `start` fill a `parts`-th of the window.
 
-        A growing window is shared out in equal *ratios*, not sizes: when each block is the share
-        1 - (1-c)^(1/parts) of the stream as it is closed, `parts` of them cover c.
+        A growing window is divided in equal ratios, not sizes: each block is the same share of the
+        stream when it is closed, 1 - (1-c)^(1/parts), so `parts` blocks cover the fraction c.
 
         Examples:
             >>> Growing(0.25).filled_at(3000), Growing(0.25).filled_at(3000, parts=2)
@@ -197,7 +197,7 @@ class Growing:
         return growing if self.at_most is None else min(growing, self._capped_from - 1 - size)
 
     def stretch(self, parts: int) -> int:
-        """Return 2⁶⁰ t / start for which the samples between fill a `parts`-th of the window."""
+        """Return 2⁶⁰ t / start, where samples `start` to t fill a `parts`-th of the window."""
         return _stretch(self.c, parts)
 
     @cached_property
@@ -223,12 +223,12 @@ def fraction(c: float) -> Fraction:
 
 @lru_cache
 def _stretch(c: float, parts: int) -> int:
-    """See `Growing.stretch`. All steps follow from this ratio; it is rounded down, for ties."""
+    """Return `Growing.stretch`, rounded down so that a tie counts as filled."""
     if c == 1.0:
         return NEVER << BITS
     share = fraction(c)
     rest = 1 - share
-    if parts > 1:  # irrational: whichever is smaller keeps its digits
+    if parts > 1:  # irrational: the smaller number is computed first, to keep its digits
         share = Fraction(-math.expm1(math.log1p(-c) / parts))
         rest = 1 - share if share < 0.5 else Fraction(float(rest) ** (1.0 / parts))
     return math.floor((1 << BITS) / (rest + share * TIE))
@@ -241,7 +241,7 @@ AnyWindow = Window | int | float
 def as_window(window: AnyWindow, name: str = "window") -> Window:
     """Return a window for a number: 100 is the last hundred samples, 0.25 the last quarter.
 
-    `name` is the argument that an error names.
+    Error messages call the argument `name`.
 
     Examples:
         >>> as_window(1), as_window(1.0)
@@ -249,7 +249,7 @@ def as_window(window: AnyWindow, name: str = "window") -> Window:
     """
     if isinstance(window, Fixed | Growing):
         return window
-    expected = "expected an int >= 1 (the last that many) or a float in (0, 1] (the last fraction)"
+    expected = "expected an int >= 1 (a number of samples) or a float in (0, 1] (a fraction)"
     if isinstance(window, bool | np.bool_) or not isinstance(window, Real):
         raise TypeError(f"{name}: {expected}, got {window!r} of type {type(window).__name__}")
     if isinstance(window, Integral) and window >= 1:
@@ -299,5 +299,5 @@ def short_repr(value: object) -> str:
     try:
         text = repr(value)
     except ValueError:
-        text = "a number of thousands of digits"  # Python writes no more than 4,300
+        text = "a number of thousands of digits"  # Python writes at most 4,300 digits
     return text if len(text) <= 100 else f"{text[:80]}… ({len(text)} characters)"

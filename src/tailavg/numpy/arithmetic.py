@@ -1,4 +1,4 @@
-"""Sums and means that keep their digits."""
+"""Sums and means with small rounding errors, for the modules of this folder."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def aligned_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
 
 
 def joined(mean: Any, summed: Any, total: float, weight: float, carry: float) -> tuple[Any, Any]:
-    """Return the mean joined with a sum, and the rounding error, which starts the next sum.
+    """Return a mean merged with a sum, and the rounding error, which starts the next sum.
 
-    So a thousand folds lose no more digits than one. See `tailavg.core.clock.Store.fold`.
+    A thousand folds then lose no more digits than one. See `tailavg.core.clock.Store.fold`.
     """
     if not isinstance(summed, np.ndarray):
         fresh = summed / total
@@ -70,7 +70,7 @@ def sum_in_order(rows: Array, dtype: np.dtype[Any]) -> Array:
 
 
 def sum_rows(rows: Array, dtype: np.dtype[Any]) -> Array:
-    """Return the sum over the first axis, added pairwise or in groups to keep digits."""
+    """Return the sum over the first axis, added pairwise or in groups for small rounding errors."""
     if rows.shape[1] == 1:
         total: Array = np.add.reduce(rows[:, 0], keepdims=True, dtype=wide(dtype))
         return total

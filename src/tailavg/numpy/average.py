@@ -1,4 +1,8 @@
-"""`TailAverage`: the average of the tail of a stream, at every step."""
+"""`TailAverage`: the average of the tail of a stream, at every step.
+
+Read `_add` and `_prepare` first: they take one sample. `update` is a fast path to them. To take
+many samples at once, `update_many` calls `_pool`, and `scan` calls `tailavg.numpy.table`.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +31,10 @@ from tailavg.numpy.table import Table
 __all__ = ["TailAverage", "Windows"]
 
 SPREAD = 4
-"""The fewest blocks from whose spread a standard error is estimated."""
+"""The least number of blocks from which a standard error is estimated."""
 
 BATCHES = 12
-"""Into how many blocks the samples of an `ExactWindow` are divided for that estimate."""
+"""An `ExactWindow` divides its samples into this many blocks to estimate a standard error."""
 
 NanPolicy = Literal["propagate", "raise", "omit"]
 Windows = Reading | list[Reading] | tuple[Reading, ...] | None
@@ -60,9 +64,10 @@ class TailAverage:
         3.5
     """
 
-    # An interrupted call takes full effect or none, or the average says that it is broken. While an
-    # update only adds a sample, `_left` is None; an average in that state is broken.
-    # Every other change is made by `_atomically`, which restores the state before the call.
+    # An interrupted call takes full effect or none, with one exception: while an update only adds a
+    # sample to the sum, `_left` is None. If it is interrupted then, the average is broken, and
+    # `count` raises an error from then on. `_atomically` makes every other change, and restores the
+    # state before the call if the change fails.
 
     __slots__ = (
         "__weakref__",
@@ -84,19 +89,19 @@ class TailAverage:
 
     _clock: Any
     _left: int | None
-    """How many more samples are only added to the sum; None while one is added."""
+    """How many more samples are only added to the sum; None while a sample is being added."""
     _due: int
-    """The count when something is due: `_left` samples from now."""
+    """The count at which a fold or a turn is due, after `_left` more samples."""
     _dtype: np.dtype[Any] | None
     _nan_policy: NanPolicy
     _shape: tuple[int, ...] | None  # None for numbers
     _number: bool  # whether means and sum are floats
-    _means: list[Any]  # of the clock's blocks; 0.0 if nothing is folded; never changed in place
-    _sum: Any  # of the samples in no mean; arrays are added in place
-    _samples: Samples | None  # of an ExactWindow, instead of means and a sum
+    _means: list[Any]  # means of the clock's blocks, 0.0 before a fold; never changed in place
+    _sum: Any  # sum of the samples that are in no mean; an array is changed in place
+    _samples: Samples | None  # samples of an ExactWindow, which has no means and no sum
     _plain: Any  # the type of samples that `update` adds without a check
-    _factors: list[float] | None  # of the next `_left` samples, the last one first
-    _reader: Any  # reads numbers quickly until something is due
+    _factors: list[float] | None  # factors of the next `_left` samples, last sample first
+    _reader: Any  # function that quickly computes values of numbers: see `_reader` below
     _scratch: Any  # a buffer for a sample times its factor
 
     def __init__(
@@ -155,7 +160,7 @@ class TailAverage:
         self._update(x)
 
     def _update(self, x: Any) -> None:
-        """Take a sample of any kind, at any step."""
+        """Take a sample that `update` has no fast path for."""
         sample = self._checked(x)
         if sample is None:
             return
@@ -222,7 +227,7 @@ class TailAverage:
         """
         samples = numbers(xs, "samples")
         rows, _ = self._checked_rows(samples)
-        if len(rows):  # an empty chunk is nothing
+        if len(rows):  # otherwise there is nothing to do
             self._atomically(self._take_many, samples, rows)
 
     @np.errstate(all="ignore")
@@ -257,11 +262,11 @@ class TailAverage:
         for each in windows if isinstance(self.rule, AnyTail) else [window]:
             window_of(self.rule, each, self.count + len(rows))  # type: ignore[arg-type]
         if len(samples):
-            every: Array = self._atomically(self._scan, samples, rows, kept, windows)
+            averages: Array = self._atomically(self._scan, samples, rows, kept, windows)
         else:
             shape = (self._shape or ()) if self.count else samples.shape[1:]
-            every = np.empty((len(windows), 0, *shape), self._dtype or np.float64)
-        return every if several else every[0]
+            averages = np.empty((len(windows), 0, *shape), self._dtype or np.float64)
+        return averages if several else averages[0]
 
     @np.errstate(all="ignore")
     def _scan(self, samples: Array, rows: Array, kept: Array | None, windows: list[Any]) -> Array:
@@ -277,14 +282,14 @@ class TailAverage:
         every = out.reshape(len(windows), len(rows), *shape)
         if kept is None:
             return every
-        # a sample that is skipped repeats the average before it
+        # after a skipped sample, the average is that before it
         first = np.empty((len(windows), 1, *shape), every.dtype)
         for averages, value in zip(first, before, strict=True):
             averages[0] = value
         return np.concatenate([first, every], axis=1)[:, np.cumsum(kept)]
 
     def _scan_rows(self, samples: Array, rows: Array, windows: list[Any]) -> Array:
-        """Take rows, and return the averages over each window after each of them."""
+        """Take rows, and return the averages after each row, for each window."""
         clock, loops = self._clock, self._loops(rows)
         readings = [window_of(self.rule, window, clock.count + len(rows)) for window in windows]
         if self._samples is None:
@@ -322,7 +327,7 @@ class TailAverage:
 
     @property
     def nan_policy(self) -> NanPolicy:
-        """What happens to a NaN."""
+        """The policy for samples that contain a NaN."""
         return self._nan_policy
 
     @property
@@ -380,7 +385,7 @@ class TailAverage:
         """Return the standard error of `value`, estimated from the spread of the block means.
 
         The estimate allows for autocorrelated samples; a trend within the window makes it larger.
-        With more blocks it is less noisy: use twelve accumulators. The stored samples of an
+        With more blocks, the estimate is less noisy: use twelve accumulators. The samples of an
         `ExactWindow` are divided into twelve blocks. The result is NaN if fewer than four blocks
         have a weight, as with an `Exponential` or with three accumulators.
 
@@ -396,9 +401,9 @@ class TailAverage:
         if not t:
             raise layout.no_samples_error("standard_error")
         sizes, weights = (np.array(each) for each in block_weights(self.rule, starts, t, window))
-        means, folded, rest = self._arrays()
+        means, folded, total = self._arrays()
         if self._samples is None:
-            means[-1:] += (rest - (t - folded) * means[-1:]) / sizes[-1]  # add the sum to its block
+            means[-1:] += (total - (t - folded) * means[-1:]) / sizes[-1]  # add the sum
         else:
             batches = np.array_split(means, min(BATCHES, len(means) // SPREAD) or 1)
             sizes = np.array([len(batch) for batch in batches])
@@ -410,7 +415,7 @@ class TailAverage:
         apart = np.abs(means - np.tensordot(sizes / sizes.sum(), means, 1))
         scale = np.max(apart, axis=0)  # the squares of the largest floats would be infinite
         scaled = apart / np.where(scale > 0, scale, 1.0)
-        variance = np.tensordot(sizes, scaled**2, 1) / (len(sizes) - 1)  # of a sample
+        variance = np.tensordot(sizes, scaled**2, 1) / (len(sizes) - 1)  # the variance of a sample
         error = scale * np.sqrt(variance * np.sum(weights**2 / sizes))
         return error.item() if self._shape is None else error.astype(self._dtype)
 
@@ -440,7 +445,7 @@ class TailAverage:
         )
 
     def _arrays(self) -> tuple[Array, int, Array]:
-        """Return copies of the means, the step up to which they go, and a copy of the sum since."""
+        """Return a copy of the means, the step of the last fold, and a copy of the sum since."""
         clock, shape = self._now, self._shape or ()
         means, folded, total = self._means, clock.folded, self._sum
         if self._samples is not None:
@@ -477,7 +482,7 @@ class TailAverage:
             )
         if count:
             if average._dtype is None:
-                raise ValueError(f"state: dtype: expected that of {count} samples, got None")
+                raise ValueError(f"state: dtype: expected the dtype of {count} samples, got None")
             layout.check_steps(count, starts, folded)
             try:
                 blocks = numbers(state["blocks"], "state: blocks")
@@ -506,8 +511,8 @@ class TailAverage:
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """Return the average that `save` wrote.
 
-        It also reads what `ParameterAverage.save` wrote of a single tensor, and what `tailavg
-        stream --state` wrote of one column and one window, without `--by`.
+        `path` may also be a file that `ParameterAverage.save` wrote for a single tensor, or that
+        `tailavg stream --state` wrote for one column and one window, without `--by`.
 
         Examples:
             >>> import tempfile
@@ -522,7 +527,7 @@ class TailAverage:
 
     def copy(self) -> Self:
         """Return an independent copy."""
-        _ = self.count  # a broken average says so
+        _ = self.count  # raises if the average is broken
         copy = object.__new__(type(self))
         for name in TailAverage.__slots__[1:]:
             setattr(copy, name, getattr(self, name))
@@ -531,19 +536,19 @@ class TailAverage:
             copy._set_sum(self._sum)
         if self._samples is not None:
             copy._samples = self._samples.copy()
-        if extra := getattr(self, "__dict__", None):  # of a subclass
+        if extra := getattr(self, "__dict__", None):  # attributes of a subclass
             copy.__dict__.update(extra)
         return copy
 
     __copy__ = copy
 
     def __getstate__(self) -> Any:
-        _ = self.count  # a broken average says so
+        _ = self.count  # raises if the average is broken
         self._reader = None  # a function cannot be pickled
         return object.__getstate__(self)
 
     def __eq__(self, other: object) -> bool:
-        """Return whether both have the same state. A NaN equals a NaN."""
+        """Return whether both averages have the same state. A NaN equals a NaN."""
         if not isinstance(other, TailAverage):
             return NotImplemented
         (mine, *arrays), (theirs, *others) = self._described(), other._described()
@@ -552,7 +557,7 @@ class TailAverage:
         )
 
     def _described(self) -> tuple[Any, Array, Array]:
-        """Return the state as a tuple to compare with ==, and two arrays."""
+        """Return the state as a tuple that can be compared with ==, and two arrays."""
         blocks, folded, partial = self._arrays()
         clock = self._clock
         described = self.rule, self._nan_policy, self._dtype, self._shape
@@ -581,7 +586,7 @@ class TailAverage:
             result = change(*arguments)
             self._commit()
         except BaseException:
-            self._left = None  # if this is interrupted, too, the average says that it is broken
+            self._left = None  # if this is interrupted, too, the average is broken
             self._dtype, self._shape, self._number, self._scratch = kind
             self._means, self._sum, self._samples = numbers
             self._clock = clock
@@ -591,7 +596,7 @@ class TailAverage:
         return result
 
     def _commit(self) -> None:
-        """Take over the count of the clock, and prepare the next updates."""
+        """Set the attributes that the next updates need, from the state of the clock."""
         clock = self._clock
         t, self._reader = clock.count, None
         quick = t and self._samples is None
@@ -604,7 +609,7 @@ class TailAverage:
 
     @property
     def _now(self) -> Any:
-        """The clock, set to this step: simple updates do not touch it."""
+        """The clock, with its count brought up to date: fast updates do not change the clock."""
         self._clock.count = self.count
         return self._clock
 
@@ -629,7 +634,7 @@ class TailAverage:
             self._begin(samples.shape[1:] if samples.ndim > 1 else None, samples.dtype)
 
     def _set_sum(self, total: Any) -> None:
-        """Begin a new sum. The old one is not overwritten."""
+        """Begin a new sum with `total`, and leave the old sum unchanged in memory."""
         if self._number:
             self._sum = float(total)
         else:
@@ -639,7 +644,7 @@ class TailAverage:
 
     @np.errstate(all="ignore")
     def _add(self, sample: Array, shape: tuple[int, ...] | None) -> None:
-        """Do what is due, and take one sample."""
+        """Fold the sum and turn, if that is due, and take one sample."""
         clock = self._clock
         if not clock.count:
             self._begin(shape, sample.dtype)
@@ -657,7 +662,7 @@ class TailAverage:
         clock.count += 1
 
     def _prepare(self) -> None:
-        """Do what is due before the next sample: see `tailavg.core.clock.Store`."""
+        """Fold the sum and turn, if that is due: see `tailavg.core.clock.Clock.prepare`."""
         clock = self._clock
         if clock.count < clock.next:
             return
@@ -681,9 +686,9 @@ class TailAverage:
         return row.item() if self._number else row.reshape(self._shape or ())
 
     def _pool(self, rows: Array) -> None:
-        """Take many samples in blocks. Samples of blocks that are dropped on the way are not read.
+        """Take many samples, block by block. Skip the samples of blocks that are dropped meanwhile.
 
-        A block at the end may contain several blocks of the start, if they were merged.
+        A block after these samples may contain several blocks from before, if they were merged.
         """
         clock = self._clock
         self._prepare()
@@ -694,11 +699,11 @@ class TailAverage:
         self._means, total = [], 0.0
         for start, end in pairwise([*clock.blocks, clock.count]):
             mean, size = 0.0, 0
-            for (first, last), other in blocks:
+            for (first, last), old_mean in blocks:
                 if start <= first < last <= end:
                     size += last - first
                     w = (last - first) / size
-                    mean = other if w == 1.0 else mean * (1.0 - w) + other * w
+                    mean = old_mean if w == 1.0 else mean * (1.0 - w) + old_mean * w
             new = rows[max(0, start - before) : max(0, end - before)]
             total, fresh = 0.0, len(new)
             if fresh:
@@ -725,7 +730,7 @@ class TailAverage:
         return table
 
     def _restore(self, blocks: Array, partial: Array) -> None:
-        """Set the means and the sum. The clock has been restored."""
+        """Set the means and the sum, after the clock has been restored."""
         if self._samples is not None:
             if partial.any():
                 raise ValueError("corrupt state: an ExactWindow has no partial sum")
@@ -736,7 +741,7 @@ class TailAverage:
         self._set_sum(partial)
 
     def _hold(self, table: Table, row: int = 0) -> None:
-        """Take over the state of a row of a table."""
+        """Replace the state by a row of a table."""
         self._clock = table.clock(row)
         means, total = table.means[row], table.sums[row]
         if self._number:
@@ -759,7 +764,10 @@ class TailAverage:
         return sample
 
     def _checked_rows(self, xs: Array) -> tuple[Array, npt.NDArray[np.bool_] | None]:
-        """Return samples as rows of a matrix, and which of them are kept, if any is skipped."""
+        """Return the samples that are not skipped, as rows of a matrix, and which samples are kept.
+
+        The second result is None if no sample is skipped.
+        """
         if xs.ndim == 0:
             raise ValueError(f"samples: expected a sequence, got the number {xs}")
         if len(xs):
@@ -787,10 +795,11 @@ class TailAverage:
 
 
 def _reader(clock: Any, means: list[float]) -> Callable[[int, float], float | None] | None:
-    """Return a function of the step and the sum that reads numbers until something is due.
+    """Return a function that computes the average of numbers from the step and the sum.
 
-    Its results are bit-identical to the sum of the clock's `terms`. It returns None at a step that
-    it does not cover.
+    It may be called until the next fold or turn, and returns None at steps that it does not cover.
+    Its results are bit-identical to the sum of the clock's `terms`. There is no such function for
+    an `ExactWindow` or an `AnyTail`.
     """
     if isinstance(clock, DecayClock):
         folded, decay, scales, mean = clock.folded, clock.decay, clock.scales, means[0]
@@ -807,10 +816,10 @@ def _reader(clock: Any, means: list[float]) -> Callable[[int, float], float | No
     window, blocks, folded = clock.rule.window, clock.blocks, clock.folded
     oldest, since, until = clock.split(window)
     first = oldest + 1 if oldest >= 0 else len(blocks) - 1
-    start = float(since)  # floats are faster together than with integers
+    start = float(since)  # adding floats is faster than adding floats and integers
     old, old_mean = (start - blocks[oldest], means[oldest]) if oldest >= 0 else (0.0, 0.0)
     starts = [*blocks[first:], folded]
-    parts = [
+    newer = [
         (float(starts[i + 1] - starts[i]), means[first + i])
         for i in range(len(starts) - 1)
         if starts[i + 1] > starts[i]
@@ -825,7 +834,7 @@ def _reader(clock: Any, means: list[float]) -> Callable[[int, float], float | No
         excess = old + new - (fixed or size(t))
         each, of_old = weights(old, new, excess if excess > 0.0 else 0.0)
         value: float = of_old * old_mean if of_old else 0.0
-        for count, mean in parts:
+        for count, mean in newer:
             value += each * count * mean
         return value + each * total if t > folded else value
 
@@ -833,7 +842,7 @@ def _reader(clock: Any, means: list[float]) -> Callable[[int, float], float | No
 
 
 def has_nan(xs: Array) -> bool:
-    """Return whether there is a NaN. The sum is then NaN, which is faster to check."""
+    """Return whether an array contains a NaN. The sum is checked first, which is faster."""
     with np.errstate(all="ignore"):
         return bool(np.isnan(xs.sum()) and np.isnan(xs).any())
 

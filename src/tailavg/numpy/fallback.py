@@ -1,6 +1,6 @@
 """Scans by array operations, for machines without numba and for readings that weigh blocks by age.
 
-The results are those of `tailavg.numpy.kernel` up to rounding. Samples are the rows of a matrix,
+The results equal those of `tailavg.numpy.kernel` up to rounding. Samples are the rows of a matrix,
 and so are the means of blocks. `means` and `sums` are changed in place.
 """
 
@@ -23,16 +23,17 @@ __all__ = ["scan_blocks", "scan_decaying", "scan_exact"]
 CHUNK = 1 << 16
 """How many numbers are scanned at a time: few enough for the cache."""
 
-_SMALLEST = 2.0**-32  # how far a chunk may decay: float64 has digits to spare
+_SMALLEST = 2.0**-32  # the smallest scale in a chunk: float64 has digits to spare
 
 
 def block_weights(
     blocks: Sequence[int], steps: Array, window: Window | ByAge
 ) -> tuple[Array, list[tuple[int, Any, Array]]]:
-    """Return weights at some steps: of each sample of the open block, and of closed blocks.
+    """Return the weight of a sample of the open block at each step, and those of closed blocks.
 
-    The latter are a list, oldest first, of the block, the indices of the steps at which it has a
-    weight, and these weights. Blocks without a weight are left out, since 0 times NaN is NaN.
+    The closed blocks are a list of tuples, oldest first: the block, the indices of the steps at
+    which it has a weight, and its weights at these steps. A block without a weight is left out,
+    since 0 times NaN is NaN.
     """
     ends, k = blocks[1:], window.size(steps)
     if isinstance(window, ByAge):
@@ -41,7 +42,7 @@ def block_weights(
         used = [(block, np.flatnonzero(weight)) for block, weight in enumerate(closed)]
         each = opened / (steps - blocks[-1])
         return each, [(block, where, closed[block][where]) for block, where in used]
-    each, parts, begin = np.empty(len(steps)), [], 0
+    each, of_closed, begin = np.empty(len(steps)), [], 0
     for oldest in range(len(blocks)):  # the oldest block that has a weight
         end = len(steps)
         if oldest < len(ends):
@@ -49,21 +50,21 @@ def block_weights(
         if begin == end:
             continue
         now = slice(begin, end)
-        first = ends[oldest] if oldest < len(ends) else blocks[-1]  # of the newer samples
+        first = ends[oldest] if oldest < len(ends) else blocks[-1]  # the start of the newer samples
         old, new = first - blocks[oldest], steps[now] - first
         each[now], of_old = weights(old, new, np.maximum(0.0, old + new - k[now]), np.sqrt)
         if old:
-            parts.append((oldest, now, of_old))
+            of_closed.append((oldest, now, of_old))
         newer = range(oldest + 1, len(ends))
-        parts += [(block, now, each[now] * (ends[block] - blocks[block])) for block in newer]
+        of_closed += [(block, now, each[now] * (ends[block] - blocks[block])) for block in newer]
         begin = end
-    return each, parts
+    return each, of_closed
 
 
 def scan_blocks(
     clock: BlockClock, means: Array, sums: Array, xs: Array, out: Array, window: Window | ByAge
 ) -> None:
-    """Scan samples in blocks, and advance the clock. Many equal blocks are taken at a time."""
+    """Scan samples in blocks, and advance the clock. Equal blocks are scanned together."""
     dtype, width, last, done = wide(means.dtype), xs.shape[1], len(means) - 1, 0
     total = sums.astype(dtype)
     while done < len(xs):
@@ -74,15 +75,15 @@ def scan_blocks(
         if t == blocks[-1] and n == clock.closes - t:
             many = _repeats(clock, window, min(len(xs) - done, 8 * most))
         steps = t + np.arange(1.0, n + 1.0)
-        each, parts = block_weights(blocks, steps, window)
+        each, of_closed = block_weights(blocks, steps, window)
         running = np.cumsum(xs[done : done + many * n].reshape(many, n, width), axis=1, dtype=dtype)
         running[0] += total
         averages = each[:, None] * running
         if clock.folded > blocks[-1]:
             averages += (each * (clock.folded - blocks[-1]))[:, None] * means[last]
-        # the closed blocks before these, and these; each block reads its own predecessors
+        # the means of the closed blocks, then of these blocks; each uses the means before its own
         closed = np.concatenate([means[:last].astype(dtype), running[:-1, -1] / n])
-        for block, where, weight in parts:
+        for block, where, weight in of_closed:
             averages[:, where] += weight[:, None] * closed[block : block + many, None]
         out[done : done + many * n] = averages.reshape(many * n, width)
         means[:last], total = closed[many - 1 :], running[-1, -1]
@@ -98,7 +99,7 @@ def scan_blocks(
 
 
 def _close(clock: BlockClock, means: Array, total: Array) -> Array:
-    """Close the open block if it is full. Return the sum of the samples in no mean."""
+    """Close the open block if it is full. Return the sum of the samples that are in no mean."""
     if clock.count < clock.closes:
         return total
     if clock.count > clock.folded:
@@ -114,7 +115,7 @@ def _close(clock: BlockClock, means: Array, total: Array) -> Array:
 
 
 def _repeats(clock: BlockClock, window: Window | ByAge, most: int) -> int:
-    """Return how many blocks from here on are equal, with equal weights, in `most` samples."""
+    """Return how many of the next blocks, in `most` samples, have equal sizes and weights."""
     if isinstance(clock.rule, AnyTail):
         return 1
     size, until = clock.alike()
@@ -124,9 +125,9 @@ def _repeats(clock: BlockClock, window: Window | ByAge, most: int) -> int:
 
 
 def scan_decaying(clock: DecayClock, mean: Array, xs: Array, out: Array | None) -> Array:
-    """Scan an exponential average, from `mean`; return the average at the end.
+    """Scan an exponential average that begins with `mean`. Return the last average.
 
-    A chunk is a sum with factors, as in `DecayClock`, of as many samples as a double can hold.
+    Samples are summed with factors, as in `DecayClock`, in chunks as long as float64 allows.
     """
     rule, t, done = clock.rule, clock.count, 0
     chunk = max(1, CHUNK // max(1, xs.shape[1]))
@@ -138,7 +139,7 @@ def scan_decaying(clock: DecayClock, mean: Array, xs: Array, out: Array | None) 
             averages = xs[done : done + n] if out is not None else xs[done + n - 1 : done + n]
         else:
             decay, *both = factors(rule, t + done, most, _SMALLEST)
-            factor, scale = (part[:, None] for part in both)
+            factor, scale = (values[:, None] for values in both)
             n = len(scale)
             x = xs[done : done + n]
             start = decay * mean if decay else 0.0  # 0 times NaN is NaN
@@ -154,13 +155,13 @@ def scan_decaying(clock: DecayClock, mean: Array, xs: Array, out: Array | None) 
 
 
 def scan_exact(clock: SampleClock, before: Array, xs: Array, out: Array) -> None:
-    """Scan exact windows; `before` are the stored samples.
+    """Scan exact windows. `before` holds the stored samples.
 
     A sum of any length is put together from sums of 1, 2, 4, … samples: nothing is subtracted.
     """
     runs = np.concatenate([before, xs]).astype(wide(out.dtype))
     lengths = clock.rule.samples(np.arange(clock.count + 1, clock.count + len(xs) + 1))
-    ends = np.arange(len(before), len(runs))  # where the part not yet added of each window ends
+    ends = np.arange(len(before), len(runs))  # for each window, where the samples not yet added end
     sums: Any = np.zeros((len(xs), xs.shape[1]), runs.dtype)
     run = 1
     while run <= lengths.max():

@@ -31,7 +31,7 @@ from tailavg.core.windows import TIE, Fixed, Window
 __all__ = ["LONG", "SHORT", "installed", "kernel", "window_numbers"]
 
 LONG = 20_000
-"""From this many numbers on, importing numba, which takes half a second, pays."""
+"""From this many numbers on, numba saves more time than its import takes, half a second."""
 
 SHORT = 1_000
 """Below this many numbers, plain loops are faster than reading numba's cache."""
@@ -40,19 +40,19 @@ FEW = 30
 """Up to this many numbers, plain loops are as fast as array operations."""
 
 GROUPED = 10
-"""With many groups, a number takes as long as this many numbers of a single group."""
+"""With many groups, one number takes as long as this many numbers of a single group."""
 
 _TIE = float(TIE)
-_TOGETHER = 1024  # samples of small blocks that are weighed together, in the cache
+_TOGETHER = 1024  # the most samples to weigh together, so that they fit into the cache
 _RAMP = np.arange(1.0, FOLD + 1.0)  # compiled code converts integers to floats slowly
 
 
 def window_numbers(window: Window) -> tuple[float, float, float, float, float, float]:
     """Return a window as numbers, for `size_at` and `decay_at`.
 
-    k_t is t times the first number divided by the second, but between the third and the fourth. The
-    fifth is 0 if a size within a `TIE` of a whole number is rounded to it. The last is how much the
-    window grows with each sample, between its bounds.
+    k_t is t times the first number divided by the second, but at least the third and at most the
+    fourth. The fifth is 0 if a size within a `TIE` of a whole number is rounded to it. The sixth is
+    the growth of the window per sample, while k_t is between its bounds.
 
     Examples:
         >>> from tailavg import Fixed, Growing
@@ -68,7 +68,7 @@ def window_numbers(window: Window) -> tuple[float, float, float, float, float, f
 
 
 def size_at(t: Any, window: Any) -> Any:
-    """`Window.size`."""
+    """Return `Window.size`, given the `window_numbers`."""
     k = window[0] * t / window[1]
     if window[4] == 0.0:
         near = np.rint(k)
@@ -78,7 +78,7 @@ def size_at(t: Any, window: Any) -> Any:
 
 
 def decay_at(t: Any, window: Any) -> Any:
-    """`Exponential.decay`."""
+    """Return `Exponential.decay`, given the `window_numbers`."""
     before = size_at(t - 1.0, window)
     k = size_at(t, window)
     growth = k - before
@@ -90,7 +90,7 @@ def decay_at(t: Any, window: Any) -> Any:
 
 
 def fold_sums(means: Any, sums: Any, total: Any, weight: Any, carry: Any) -> None:
-    """Merge the sums into the newest means: `tailavg.numpy.arithmetic.joined`."""
+    """Merge the sums into the newest means, as `tailavg.numpy.arithmetic.joined` does."""
     kind = sums.dtype.type
     mean = means[-1]
     if weight == 1.0:
@@ -140,7 +140,10 @@ def fill_weights(
 
 
 def newer_blocks(starts: Any, folded: int, first: int, blocks: Any, sizes: Any) -> int:
-    """List the blocks from `first` on that have a mean, and how many samples it is of."""
+    """Write the blocks from `first` on that have a mean, and the number of samples in each mean.
+
+    Return the number of such blocks.
+    """
     n, last = 0, len(starts) - 1
     for block in range(first, last + 1):
         size = (starts[block + 1] if block < last else folded) - starts[block]
@@ -151,7 +154,7 @@ def newer_blocks(starts: Any, folded: int, first: int, blocks: Any, sizes: Any) 
 
 
 def add_numbers(xs: Any, out: Any, total: Any) -> Any:
-    """Write the sum after each number, and return the last one."""
+    """Write the sum after each number, and return the last sum."""
     for i in range(len(xs)):
         total += xs[i]
         out[i] = total
@@ -175,8 +178,8 @@ def scan_numbers(
 ) -> None:
     """Add n numbers to the sum, and write the averages.
 
-    The operations and their order are those of `BlockClock.terms`: the mean of the `oldest` block,
-    unless that is -1; those of the newer `blocks`; the sum.
+    The terms have the order of `BlockClock.terms`: the mean of the `oldest` block, unless that is
+    -1; the means of the newer `blocks`; the sum.
     """
     kind = all_out.dtype.type
     xs, out = all_xs[at : at + n], all_out[at : at + n]
@@ -186,17 +189,17 @@ def scan_numbers(
     last = len(blocks) - 1
     mean, size = (means[blocks[last], 0], sizes[last]) if last >= 0 else (kind(0.0), 0.0)
     if last <= 1:
-        other, other_size = (means[blocks[0], 0], sizes[0]) if last == 1 else (kind(0.0), 0.0)
+        older, older_size = (means[blocks[0], 0], sizes[0]) if last == 1 else (kind(0.0), 0.0)
         for i in range(n):
-            value = kind(of_old[i]) * old + kind(each[i] * other_size) * other
+            value = kind(of_old[i]) * old + kind(each[i] * older_size) * older
             out[i] = value + kind(each[i] * size) * mean + kind(each[i]) * out[i]
         return
     for i in range(n):
         room[i] = kind(of_old[i]) * old
     for block in range(last):
-        other, other_size = means[blocks[block], 0], sizes[block]
+        older, older_size = means[blocks[block], 0], sizes[block]
         for i in range(n):
-            room[i] += kind(each[i] * other_size) * other
+            room[i] += kind(each[i] * older_size) * older
     for i in range(n):
         out[i] = room[i] + kind(each[i] * size) * mean + kind(each[i]) * out[i]
 
@@ -227,10 +230,10 @@ def scan_rows(
                 out[j] = of_old * old[j] + of_mean * mean[j] + of_sum * sums[j]
         elif oldest >= 0 and last == 1:
             old, mean, of_mean = means[oldest], means[blocks[1]], kind(each * sizes[1])
-            other, of_other = means[blocks[0]], kind(each * sizes[0])
+            older, of_older = means[blocks[0]], kind(each * sizes[0])
             for j in range(len(out)):
                 sums[j] += xs[j]
-                value = of_old * old[j] + of_other * other[j]
+                value = of_old * old[j] + of_older * older[j]
                 out[j] = value + of_mean * mean[j] + of_sum * sums[j]
         else:
             for j in range(len(out)):
@@ -261,10 +264,11 @@ def scan_blocks(
     each: Any,
     of_old: Any,
 ) -> None:
-    """Scan samples into rows of a table: into rows[i] those from bounds[i, 0] to bounds[i, 1].
+    """Scan samples into rows of a table: samples bounds[i, 0] to bounds[i, 1] into rows[i].
 
-    `plan` has the runs of `BlockClock.runs`, and `ends` the steps at which they end. Where it ends,
-    it begins again. If it is `steady`, weights repeat with it: `each` and `of_old` keep them.
+    `plan` has the runs of `BlockClock.runs`, and `ends` the steps at which the runs end. After its
+    last run, the plan begins again. If the plan is `steady`, the weights repeat, too: they are kept
+    in `each` and `of_old`.
     """
     width, last = xs.shape[1], starts.shape[1] - 1
     numbers, averages = xs.reshape(xs.size), out.reshape(out.size)
@@ -341,7 +345,7 @@ def scan_small_blocks(
     each: Any,
     of_old: Any,
 ) -> None:
-    """Do the work of `scan_blocks` for small, equal blocks of numbers: many side by side.
+    """Do the work of `scan_blocks` for small, equal blocks of numbers, many blocks at a time.
 
     Each block before step t is full, the last `in_sum` samples are in the sum, and the plan begins
     with a turn. The last block stays open. `each` and `of_old` are buffers for the weights.
@@ -351,7 +355,7 @@ def scan_small_blocks(
     if in_sum > 0:
         fold_sums(means, sums, in_sum, in_sum / size, size)
     most = max(1, _TOGETHER // size)
-    averages = np.empty(closed + most, xs.dtype)  # of the blocks before these, and of these
+    averages = np.empty(closed + most, xs.dtype)  # of the blocks before, then of these blocks
     room = np.empty(most, xs.dtype)
     for block in range(closed):
         averages[block] = means[block + 1, 0]
@@ -382,8 +386,8 @@ def scan_small_blocks(
                 older_means = averages[oldest : oldest + n]
                 for block in range(n):
                     room[block] = of_oldest * older_means[block]
-                for other in range(oldest + 1, closed):
-                    between = averages[other : other + n]
+                for newer in range(oldest + 1, closed):
+                    between = averages[newer : newer + n]
                     for block in range(n):
                         room[block] += of_block * between[block]
                 for block in range(n):
@@ -397,7 +401,7 @@ def scan_small_blocks(
 
 
 def fill_factors(scales: Any, factors: Any, folded: int, least: int, window: Any) -> Any:
-    """Fill in `tailavg.core.clock.factors`. Return their number, and the first decay."""
+    """Write what `tailavg.core.clock.factors` returns. Return its length, and the first decay."""
     for i in range(FOLD):
         scales[i] = decay_at(float(folded) + _RAMP[i], window)
     decay = scales[0]
@@ -415,7 +419,7 @@ def fill_factors(scales: Any, factors: Any, folded: int, least: int, window: Any
 
 
 def add_decaying(xs: Any, out: Any, factors: Any, total: Any) -> Any:
-    """Write the sum of numbers times factors after each number, and return the last one."""
+    """Write the sum of numbers times factors after each number, and return the last sum."""
     kind = xs.dtype.type
     for i in range(len(xs)):
         total += xs[i] * kind(factors[i])
@@ -424,7 +428,7 @@ def add_decaying(xs: Any, out: Any, factors: Any, total: Any) -> Any:
 
 
 def weigh_decayed(out: Any, scales: Any, decay: Any, mean: Any) -> None:
-    """Turn sums with factors into averages."""
+    """Replace the sums of `add_decaying` by averages."""
     kind = out.dtype.type
     if decay == 0.0:  # 0 times NaN is NaN
         for i in range(len(out)):
@@ -474,23 +478,23 @@ def scan_decaying(
         at, end = bounds[group], bounds[group + 1]
         if at == end:
             continue
-        t, rest = counts[group], counts[group] - folded[group]
+        t, in_sum = counts[group], counts[group] - folded[group]
         mean, total = means[group], sums[group]
-        most, decay = fill_factors(scales, factors, t - rest, max(1, rest), window)
+        most, decay = fill_factors(scales, factors, t - in_sum, max(1, in_sum), window)
         while at < end:
-            if rest >= most:
-                of_mean, of_sum = decay * scales[rest - 1], scales[rest - 1]
-                if t - rest < steady:
+            if in_sum >= most:
+                of_mean, of_sum = decay * scales[in_sum - 1], scales[in_sum - 1]
+                if t - in_sum < steady:
                     most, decay = fill_factors(scales, factors, t, 1, window)
                 fold_sums(mean, total, (1.0 - of_mean) / of_sum, 1.0 - of_mean, decay)
-                rest = 0
-            n = min(end - at, most - rest)
-            factor, scale = factors[rest : rest + n], scales[rest : rest + n]
+                in_sum = 0
+            n = min(end - at, most - in_sum)
+            factor, scale = factors[in_sum : in_sum + n], scales[in_sum : in_sum + n]
             if xs.shape[1] == 1:
                 if len(out):
-                    part = averages[at : at + n]
-                    total[0] = add_decaying(numbers[at : at + n], part, factor, total[0])
-                    weigh_decayed(part, scale, decay, mean[0, 0])
+                    chunk = averages[at : at + n]
+                    total[0] = add_decaying(numbers[at : at + n], chunk, factor, total[0])
+                    weigh_decayed(chunk, scale, decay, mean[0, 0])
                 else:
                     total[0] = add_decaying(numbers[at : at + n], room, factor, total[0])
             else:
@@ -498,8 +502,8 @@ def scan_decaying(
                 scan_decaying_rows(xs[at : at + n], rows, mean[0], total, factor, scale, decay)
             at += n
             t += n
-            rest += n
-        counts[group], folded[group] = t, t - rest
+            in_sum += n
+        counts[group], folded[group] = t, t - in_sum
 
 
 def scan_exact(xs: Any, first: int, out: Any, t: int, window: Any, most: int) -> None:
@@ -509,9 +513,9 @@ def scan_exact(xs: Any, first: int, out: Any, t: int, window: Any, most: int) ->
     before the cut are summed backwards, those after it forwards: no sample is ever subtracted.
     `most` is the size of the largest window.
     """
-    before = np.zeros(most + 1)  # the sums of so many samples before the cut
+    before = np.zeros(most + 1)  # before[n] is the sum of the last n samples before the cut
     after = 0.0
-    start = first - t  # where sample 0 would be
+    start = first - t  # the row where sample 0 would be
     cut, power = -1, 1
     for i in range(len(out)):
         t += 1
@@ -589,11 +593,12 @@ def kernel(numbers: int, groups: int = 1, *, same_bits: bool = False) -> SimpleN
 def _compiled() -> SimpleNamespace | None:
     """Compile the loops, each when it is first called, or read them from numba's cache on disk.
 
-    The cache is renewed when this file changes: change it with `tailavg.core.equation`.
+    numba renews the cache only when this file changes: after a change of `tailavg.core.equation`,
+    change this file, too.
     """
     try:
         from numba import njit
-    except ImportError as error:  # as of another version of NumPy
+    except ImportError as error:  # for example, numba does not support this NumPy
         warnings.warn(f"numba cannot be imported, so scans are slower: {error}", stacklevel=3)
         return None
     names = dict(globals())  # the compiled loops find each other here, by the same names

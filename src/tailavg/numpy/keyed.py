@@ -1,7 +1,8 @@
 """`TailAverages`: an average of numbers for each key.
 
-pandas, polars and `tailavg stream --by` average through it. Spark holds the states itself, so it
-takes `scan_groups`, and `from_row` and `as_row` for states that come and go as JSON.
+pandas, polars and `tailavg stream --by` use it. Spark keeps the states itself, so it calls
+`scan_groups`, and `from_row` and `as_row` for states that it stores as JSON. Read
+`TailAverages.scan_parts` first, then `scan_groups`.
 """
 
 from __future__ import annotations
@@ -35,22 +36,24 @@ __all__ = [
 ]
 
 LIVE = 1024
-"""The most keys that are held as a `TailAverage` while they are updated one by one."""
+"""The most averages that are cached as a `TailAverage` for single updates."""
 
 _FLOAT64 = np.dtype(np.float64)
-_STEPS = ("count", "starts", "blocks", "folded", "partial")  # what a state has for each key
+_STEPS = ("count", "starts", "blocks", "folded", "partial")  # the state of a key
 _LISTS = ("keys", "counts", *_STEPS[1:])
 
 Part = tuple[Array | None, Sequence[Hashable], Array]
-"""The samples of a column: the place of each sample's key among the keys, or -1 if it has no key;
-the keys; the samples. If there is one key, the places may be None."""
+"""The samples of a column, as a tuple (codes, keys, samples).
+
+The key of samples[i] is keys[codes[i]]. The code of a sample without a key is -1. If there is only
+one key, `codes` may be None."""
 
 
 class TailAverages(Mapping[Any, TailAverage]):
-    """An average of numbers for each key; the same rule for all.
+    """An average of numbers for each key. All averages have the same rule.
 
-    It is a mapping: `averages[key]` is a copy of the average of a key, as a `TailAverage`. A key is
-    there once it has had a sample, and `del averages[key]` forgets it. Any hashable value except
+    It is a mapping: `averages[key]` is a copy of the average of a key, as a `TailAverage`. A key
+    exists from its first sample on, and `del averages[key]` removes it. Any hashable value except
     NaN can be a key.
 
     Args:
@@ -67,10 +70,10 @@ class TailAverages(Mapping[Any, TailAverage]):
     """
 
     # Each average is a row of `_table`. A scan writes its results to free rows; then one update of
-    # `_rows` puts them to use. So an interrupted scan changes nothing.
+    # `_rows` assigns these rows to the keys. So an interrupted scan changes nothing.
     #
-    # `_live` is a cache of rows as `TailAverage`s, for updates one by one, which are 50 times as
-    # fast. `_settle` writes it back, before anything else looks at the table.
+    # `_live` caches rows as `TailAverage`s, which makes single updates 50 times as fast. `_settle`
+    # writes the cache back before another method reads the table.
 
     def __init__(self, rule: AnyWindow | Rule, *, nan_policy: NanPolicy = "propagate") -> None:
         self._empty = TailAverage(rule, dtype=_FLOAT64, nan_policy=nan_policy)
@@ -86,7 +89,7 @@ class TailAverages(Mapping[Any, TailAverage]):
 
     @property
     def nan_policy(self) -> NanPolicy:
-        """What is done with a NaN."""
+        """The policy for samples that are NaN."""
         return self._empty.nan_policy
 
     def update(self, key: Hashable, x: Any) -> None:
@@ -108,15 +111,15 @@ class TailAverages(Mapping[Any, TailAverage]):
         Examples:
             >>> TailAverages(100).value("loss")
             Traceback (most recent call last):
-            KeyError: "key: expected one that has had a sample, got 'loss'"
+            KeyError: "key: expected a key that has had a sample, got 'loss'"
         """
         value: float = self._average(key).value(window)
         return value
 
     def update_many(self, keys: Any, xs: Any) -> None:
-        """Take many samples, each of the key in the same place: all of them, or none.
+        """Take many samples. The key of xs[i] is keys[i]. After an error, nothing has changed.
 
-        It is faster than `update` where there are dozens of each key.
+        This is faster than `update` if each key has dozens of samples.
 
         Examples:
             >>> averages = TailAverages(2)
@@ -124,11 +127,11 @@ class TailAverages(Mapping[Any, TailAverage]):
             >>> averages.value("a")
             4.0
         """
-        window = 1.0 if isinstance(self.rule, AnyTail) else None  # any will do
+        window = 1.0 if isinstance(self.rule, AnyTail) else None  # any window will do
         self.scan_parts([part_of(keys, xs)], [window])
 
     def scan(self, keys: Any, xs: Any, window: Reading | None = None) -> Array:
-        """Take many samples, and return the average of its key after each.
+        """Take many samples. Return after each sample the average of its key.
 
         Keys may come in any order. An `AnyTail` needs a window or a `Decay`.
 
@@ -147,10 +150,11 @@ class TailAverages(Mapping[Any, TailAverage]):
         keep: bool = True,
         same_bits: bool = False,
     ) -> list[Array]:
-        """Take samples of several columns, which share no key: all of them, or none.
+        """Take samples of several columns, which share no key. Return the averages of each column.
 
-        Return the averages of each column: a row for each window. Without `keep`, all keys are new,
-        and none is held afterwards. For `same_bits`, see `scan_groups`.
+        These are an array for each column, with a row for each window. After an error, nothing has
+        changed. Without `keep`, all averages begin anew and are not stored. For `same_bits`, see
+        `scan_groups`.
         """
         if keep:
             self._settle()
@@ -185,7 +189,7 @@ class TailAverages(Mapping[Any, TailAverage]):
         return len(self._rows)
 
     def __eq__(self, other: object) -> bool:
-        """Whether both have the same keys, in the same states; their order does not matter."""
+        """Return whether both have the same keys, in any order, and each key has the same state."""
         if not isinstance(other, TailAverages):
             return NotImplemented
         if self._empty != other._empty or self._rows.keys() != other._rows.keys():
@@ -201,7 +205,7 @@ class TailAverages(Mapping[Any, TailAverage]):
         return f"<TailAverages({options}): {len(self) or 'no'} keys>"
 
     def copy(self) -> Self:
-        """Return averages in the same states, which go their own ways from here."""
+        """Return an independent copy."""
         self._settle()
         copy = object.__new__(type(self))
         copy.__dict__.update(self.__dict__)
@@ -229,7 +233,7 @@ class TailAverages(Mapping[Any, TailAverage]):
         return layout.keyed_state(self.rule, nan_policy=self.nan_policy, **lists)
 
     def steps_of(self, key: Any) -> tuple[int, list[int], list[float], int, float]:
-        """Return what a state has for a key: count, starts, blocks, folded, partial."""
+        """Return the state of a key: count, starts, blocks, folded, partial."""
         self._settle()
         table, row = self._table, self._rows[key]
         if isinstance(table, _ExactTable):
@@ -241,14 +245,17 @@ class TailAverages(Mapping[Any, TailAverage]):
         return count, starts[empty:], means, int(table.folded[row]), total
 
     def restore(self, entries: Iterable[tuple[Any, ...]]) -> None:
-        """Add keys, each with its `steps_of`. Raise a ValueError if those are impossible."""
+        """Add keys with their states. Raise a ValueError if a state is impossible.
+
+        Each entry is a tuple of a key and what `steps_of` returns for the key.
+        """
         self._settle()
         for each, count, starts, blocks, folded, partial in entries:
             key = _tuples(each)
             _check_key(key)
             try:
                 known = key in self._rows
-            except TypeError as error:  # such as an object of JSON
+            except TypeError as error:  # the key is not hashable, as an object of JSON
                 raise ValueError(f"state: keys: {error}") from error
             if known:
                 raise ValueError(f"state: keys: expected each once, got {short_repr(key)} again")
@@ -273,9 +280,9 @@ class TailAverages(Mapping[Any, TailAverage]):
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Self:
-        """Return the averages that `state_dict` saved; they go on as if they had never stopped.
+        """Return the averages that `state_dict` saved. A resumed run is bit-identical.
 
-        A list among the keys, as JSON has them, becomes a tuple.
+        A key that is a list, since JSON has no tuples, becomes a tuple.
         """
         state = layout.check_keyed(state)
         try:
@@ -289,7 +296,7 @@ class TailAverages(Mapping[Any, TailAverage]):
         """Write the state to one file (npz, no pickle), atomically.
 
         Raises:
-            TypeError: If a key is not a str, int, float, bool, None, or a tuple of such.
+            TypeError: If a key is not a str, int, float, bool, None, or a tuple of these.
         """
         try:
             layout.write_keyed(path, self.state_dict())
@@ -315,7 +322,7 @@ class TailAverages(Mapping[Any, TailAverage]):
         return cls.from_state_dict(layout.read_keyed(path))
 
     def counts(self, keys: Sequence[Any]) -> Array:
-        """Return the number of samples of each of these keys; 0 if there is no such key."""
+        """Return the number of samples of each of these keys; 0 for an unknown key."""
         self._settle()
         rows = np.array([self._rows.get(key, -1) for key in keys], np.int64)
         counts: Array = np.append(self._table.counts, 0)[rows]
@@ -329,7 +336,7 @@ class TailAverages(Mapping[Any, TailAverage]):
 
     def _row(self, key: Hashable) -> int:
         if key not in self._rows:
-            raise KeyError(f"key: expected one that has had a sample, got {short_repr(key)}")
+            raise KeyError(f"key: expected a key that has had a sample, got {short_repr(key)}")
         return self._rows[key]
 
     def _average(self, key: Hashable) -> TailAverage:
@@ -349,7 +356,7 @@ class TailAverages(Mapping[Any, TailAverage]):
         self._live = {}
 
     def _free_rows(self, number: int) -> list[int]:
-        """Return so many rows without a key. They stay free until they are deleted from `_free`."""
+        """Return `number` rows without a key, which the caller is to remove from `_free`."""
         size = len(self._table)
         if len(self._free) < number:
             self._table.grow(size + number + size // 4 + 16)
@@ -357,9 +364,10 @@ class TailAverages(Mapping[Any, TailAverage]):
         return self._free[len(self._free) - number :]
 
     def _hold(self, changes: Sequence[tuple[Sequence[Hashable], Array, Any]]) -> None:
-        """Hold these averages: the keys, their rows until now or -1, and a table of the new ones.
+        """Store averages. Leave out keys without samples.
 
-        A key without samples is left out.
+        Each change is a tuple of keys, the present row of each key (-1 for a new key), and a table
+        of the new averages.
         """
         kept = [np.flatnonzero(table.counts) for _, _, table in changes]
         free = self._free_rows(sum(map(len, kept)))
@@ -372,16 +380,16 @@ class TailAverages(Mapping[Any, TailAverage]):
             new.update(zip([keys[place] for place in places.tolist()], into, strict=True))
             old += rows[rows >= 0].tolist()
             start += len(places)
-        # if one of these is interrupted, there are rows that are neither free nor used
+        # an interrupt between these lines only leaves rows that are neither free nor used
         del self._free[len(self._free) - len(free) :]
         self._rows.update(new)
         self._free += old
 
 
 class _ExactTable:
-    """Averages that keep samples, with those methods of a `Table` that are used here.
+    """Averages that store samples, with the methods of `Table` that this module uses.
 
-    An average in a row is replaced when it changes, so tables may share it.
+    A changed average is a new object in its row, so several tables may share an average.
     """
 
     def __init__(self, empty: TailAverage, rows: int) -> None:
@@ -435,19 +443,19 @@ def scan_groups(
     same_bits: bool = False,
     name: str = "samples",
 ) -> Array:
-    """Take numbers, each of a row of a table, and return the averages of its row after each.
+    """Take numbers of several rows of a table. Return after each number the average of its row.
 
-    As `Table.scan_groups`, but `codes` may come in any order, a number may have none (-1), and the
-    arguments are checked. The averages are NaN before the first sample. With `same_bits`, they are
-    those of updates one by one to the last bit, which takes longer without numba. An error calls
-    the numbers `name`, and may leave the table changed.
+    This function checks the arguments, sorts the numbers by row, and calls `Table.scan_groups`. The
+    code of a number without a row is -1. The averages are NaN before the first sample. With
+    `same_bits`, they are bit-identical to those of single updates, which takes longer without
+    numba. Error messages call the numbers `name`. An error may leave the table changed.
     """
     if xs.ndim != 1:
         raise ValueError(f"{name}: expected a sequence of numbers, got shape {xs.shape}")
     if xs.dtype.kind == "c":
         raise TypeError(f"{name}: expected real numbers, got {xs.dtype}")
     if codes is not None and len(codes) != len(xs):
-        raise ValueError(f"keys: expected as many as samples, {len(xs)}, got {len(codes)}")
+        raise ValueError(f"keys: expected as many keys as samples, {len(xs)}, got {len(codes)}")
     loops = kernel(len(xs), max(1, len(table)), same_bits=same_bits)
     order, codes = _sorted_by_group(codes, len(table), loops)
     samples = np.asarray(xs if order is None else xs[order], np.float64)
@@ -463,7 +471,8 @@ def scan_groups(
         counted = ~missing
     if isinstance(table.rule, AnyTail):
         sizes = len(xs) if codes is None else np.bincount(codes, minlength=len(table))
-        last = int(np.max(table.counts + sizes, initial=1))  # what can be read then, always can
+        # a window that can be read at the last step can be read before
+        last = int(np.max(table.counts + sizes, initial=1))
         windows = [window_of(table.rule, window, last) for window in windows]
     else:
         for window in windows:
@@ -490,7 +499,7 @@ def _sorted_by_group(
     if not len(codes) or (codes[0] >= 0 and (codes[1:] >= codes[:-1]).all()):
         return None, codes
     if loops is None:
-        small = number < 2**16 - 1  # which NumPy sorts much faster
+        small = number < 2**16 - 1  # NumPy sorts 16-bit integers much faster
         order = np.argsort((codes + 1).astype(np.uint16 if small else np.int64), kind="stable")
         order = order[np.count_nonzero(codes < 0) :]
     else:
@@ -510,10 +519,10 @@ def as_row(average: TailAverage) -> Any:
 
 
 def from_row(table: Any, row: int, empty: TailAverage) -> TailAverage:
-    """Return the average in a row of a table of numbers; `empty` is one without samples."""
+    """Return the average in a row of a table of numbers; `empty` is an average without samples."""
     if isinstance(table, _ExactTable):
-        found: TailAverage = table.averages[row].copy()
-        return found
+        average: TailAverage = table.averages[row].copy()
+        return average
     average = empty.copy()
     if table.counts[row]:
         average._begin(None, _FLOAT64)
@@ -530,7 +539,7 @@ def averages_for(
 ) -> TailAverages:
     """Return `state`, or new averages if it is None. Raise if its rule or nan_policy differs.
 
-    Also raise if the rule needs a `window` to be read with and has none, or the other way round.
+    Also raise if the rule needs a `window` to be read with and there is none, or the reverse.
     """
     new = TailAverages(rule, nan_policy=nan_policy)
     if isinstance(new.rule, AnyTail) and window is None:
@@ -551,9 +560,9 @@ def averages_for(
 def keys_of_column(
     name: Hashable, keys: Sequence[Hashable] | None, named: bool
 ) -> Sequence[Hashable]:
-    """Return what a column's keys are called in a state: its name, if it has no groups.
+    """Return the keys under which a state stores a column: its name, if there are no groups.
 
-    Otherwise the keys of the groups, or (name, key) if they are to be `named`.
+    Otherwise, return the keys of the groups, or, if `named`, tuples (name, key).
     """
     if keys is None:
         return [name]
@@ -561,10 +570,10 @@ def keys_of_column(
 
 
 def part_of(keys: Any, xs: Any) -> Part:
-    """Return samples as a `Part`; each has the key in the same place."""
+    """Return samples as a `Part`. The key of xs[i] is keys[i]."""
     samples = numbers(xs, "samples") if np.size(xs) else np.empty(np.shape(xs))
     if samples.ndim == 0:
-        raise ValueError(f"samples: expected a sequence of them, got the number {samples}")
+        raise ValueError(f"samples: expected a sequence, got the number {samples}")
     if isinstance(keys, np.ndarray) and keys.dtype.kind in "iu" and keys.ndim == 1:
         unique, codes = np.unique(keys, return_inverse=True)
         return codes, unique.tolist(), samples
@@ -575,20 +584,20 @@ def part_of(keys: Any, xs: Any) -> Part:
 
 @lru_cache(maxsize=4096)
 def _check_steps(rule: Rule, count: int, starts: tuple[int, ...], folded: int) -> None:
-    """Raise a ValueError unless an average can be there: it takes a while, and keys are alike."""
+    """Raise a ValueError if a state is impossible. Cached, since many keys have equal steps."""
     layout.check_steps(count, starts, folded)
     clock_for(rule).restore(count, starts, folded)
 
 
 def _check_key(key: Hashable) -> None:
-    """Raise a ValueError if a key has a NaN in it, which would never be found again."""
+    """Raise a ValueError if a key contains a NaN: a dict would never find such a key again."""
     if isinstance(key, tuple):
-        for part in key:
-            _check_key(part)
+        for item in key:
+            _check_key(item)
     elif key != key:
-        raise ValueError(f"key: expected one that equals itself, got {short_repr(key)}")
+        raise ValueError(f"key: expected a key that equals itself, got {short_repr(key)}")
 
 
 def _tuples(key: Any) -> Any:
-    """Return a key from JSON, which has no tuples."""
+    """Return a key from JSON, with its lists turned into tuples."""
     return tuple(map(_tuples, key)) if isinstance(key, list | tuple) else key

@@ -11,10 +11,10 @@ __all__ = ["Samples"]
 
 
 class Samples:
-    """The last samples, in order, as the rows of a matrix; the newest is just before `_end`.
+    """The last samples, in order, as the rows of a matrix. The newest is in row `_end` - 1.
 
-    New rows are only written behind the kept ones. So a copy of the two attributes that was taken
-    before a change still has the samples of that time.
+    `added` writes only to rows from `_end` on, and returns a new object. The old object, therefore,
+    still has its own samples.
     """
 
     __slots__ = ("_buffer", "_end")
@@ -33,14 +33,14 @@ class Samples:
         return self._buffer[self._end - n : self._end]
 
     def added(self, rows: Array, needed: int) -> Samples:
-        """Return these samples followed by `rows`, of which the last `needed` are kept."""
+        """Return the last `needed` samples of these samples followed by `rows`."""
         rows = rows[-needed:]
-        kept = self
+        base = self
         if self._end + len(rows) > len(self._buffer):
-            kept = Samples(self.last(needed - len(rows)), needed + 2 * len(rows) + 16)
+            base = Samples(self.last(needed - len(rows)), needed + 2 * len(rows) + 16)
         after = object.__new__(Samples)
-        after._buffer, after._end = kept._buffer, kept._end + len(rows)
-        after._buffer[kept._end : after._end] = rows
+        after._buffer, after._end = base._buffer, base._end + len(rows)
+        after._buffer[base._end : after._end] = rows
         return after
 
     def mean(self, rule: ExactWindow, t: int) -> Array:

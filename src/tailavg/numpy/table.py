@@ -1,8 +1,8 @@
-"""`Table`: the states of many averages of one rule, in arrays, and every scan.
+"""`Table`: the states of many averages with the same rule, as arrays, and their scans.
 
 A `TailAverage` is scanned as a table of one row, a `TailAverages` is a table with a row for each
 key, and Spark stores rows as bytes. The loops of `kernel` scan the rows; without numba, the array
-operations of `fallback` do.
+operations of `fallback` do. Read `Table.scan` first.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from tailavg.numpy.kernel import window_numbers
 __all__ = ["Table", "record_type"]
 
 LONGEST = 1 << 20
-"""The steps of a plan that rows share; a row with more samples gets a plan of its own."""
+"""The most steps of a plan that rows share. A row with more samples gets its own plan."""
 
 SMALL = 256
 """Repeating blocks of at most this many samples are scanned side by side."""
 
-_WEIGHTS = 1 << 16  # kept for repeating blocks; more do not fit into the cache
+_WEIGHTS = 1 << 16  # the most weights to keep for repeating blocks; more do not fit into the cache
 _FLOAT64 = np.dtype(np.float64)
 _FIELDS = ("counts", "folded", "starts", "means", "sums")
 
 
 class Table:
-    """Averages of one rule, a row each. An `ExactWindow`, which stores samples, has no table.
+    """Averages with the same rule, one in each row. The rule cannot be an `ExactWindow`.
 
     Args:
         rule: The rule of every row.
         rows: The number of rows. They have no samples yet.
-        width: The number of numbers in a sample.
+        width: How many numbers a sample consists of.
         dtype: The dtype of means and sums.
 
     Examples:
@@ -56,7 +56,7 @@ class Table:
     counts: Array
     """The number of samples of each row."""
     folded: Array
-    """The step up to which the samples are in means."""
+    """For each row, the step up to which samples are in means."""
     starts: Array
     """The start of each block, oldest first. Empty blocks come first and start at 0."""
     means: Array
@@ -91,7 +91,7 @@ class Table:
             getattr(self, name)[rows] = getattr(other, name)
 
     def grow(self, rows: int) -> None:
-        """Add empty rows up to this number of rows."""
+        """Add empty rows, so that the table has `rows` rows."""
         for name in _FIELDS:
             field = getattr(self, name)
             larger = np.zeros((rows, *field.shape[1:]), field.dtype)
@@ -159,8 +159,8 @@ class Table:
             return self.scan(xs[:, None], bounds, windows, kernel)[:, :, 0]
         sizes = np.bincount(codes[counted], minlength=len(self))
         bounds = np.concatenate([[0], np.cumsum(sizes)])
-        latest = np.cumsum(counted) - 1  # the last number taken, up to each number
-        own = latest >= bounds[codes]  # whether it belongs to the same row
+        latest = np.cumsum(counted) - 1  # the last number that was taken, up to each number
+        own = latest >= bounds[codes]  # whether that number belongs to the same row
         before = np.full((len(windows), len(self)), np.nan)
         for row in np.unique(codes[~own]).tolist():
             if self.counts[row]:
@@ -177,17 +177,17 @@ class Table:
         windows: Sequence[Window | ByAge | None] = (None,),
         kernel: SimpleNamespace | None = None,
     ) -> Array:
-        """Take samples. Return the average after each, for each of several windows.
+        """Take samples. Return the average after each sample, for each window.
 
         Args:
             xs: The samples, as rows of a matrix, sorted by the row of the table.
-            bounds: Where the samples of each row begin, and where the last ones end.
-            windows: What to read, if the rule is an `AnyTail`; otherwise [None].
+            bounds: The index of each row's first sample, and at the end the number of samples.
+            windows: The windows to read, if the rule is an `AnyTail`; otherwise [None].
             kernel: The loops to scan with; None for array operations.
         """
         out = np.empty((len(windows), *xs.shape), self.means.dtype)
         before = self.take(np.arange(len(self))) if len(windows) > 1 else self
-        # the last scan leaves the state: let that be a compiled one, if any is
+        # the last scan leaves its state in the table: a compiled scan, if there is one
         order = sorted(range(len(windows)), key=lambda i: not isinstance(windows[i], ByAge))
         for number, i in enumerate(order):
             if number:
@@ -205,8 +205,8 @@ class Table:
         rows, spans = np.flatnonzero(np.diff(bounds)), np.stack([bounds[:-1], bounds[1:]], axis=1)
         if kernel is None or isinstance(window, ByAge):
             for row in rows.tolist():
-                part = slice(*spans[row])
-                self._scan_by_arrays(row, xs[part], out[part], window)
+                span = slice(*spans[row])
+                self._scan_by_arrays(row, xs[span], out[span], window)
             return
         ends = self.counts[rows] + np.diff(bounds)[rows]
         together = (ends <= LONGEST) & (len(rows) > 1)
@@ -217,8 +217,8 @@ class Table:
             how = spans[rows[together]], *self._fields(), plan, until, window_numbers(window)
             kernel.scan_blocks(xs, out, rows[together], *how, False, *np.empty((2, FOLD)))
         for row in rows[~together].tolist():
-            part = slice(*spans[row])
-            self._scan_row(row, xs[part], out[part], window, kernel)
+            span = slice(*spans[row])
+            self._scan_row(row, xs[span], out[span], window, kernel)
 
     def _scan_row(self, row: int, xs: Array, out: Array, window: Window, kernel: Any) -> None:
         """Scan the samples of one row with compiled loops."""
@@ -262,7 +262,7 @@ class Table:
             kernel.scan_decaying(xs, out, bounds, *state, steady, window_numbers(rule.window))
             return
         for row in np.flatnonzero(np.diff(bounds)).tolist():
-            part = slice(bounds[row], bounds[row + 1])
+            span = slice(bounds[row], bounds[row + 1])
             clock, dtype = self.clock(row), wide(self.means.dtype)
             assert isinstance(clock, DecayClock)
             of_mean, of_sum = clock.weights()
@@ -272,8 +272,8 @@ class Table:
             for weight, values in ((of_mean, self.means[row, 0]), (of_sum, self.sums[row])):
                 if weight:  # 0 times NaN is NaN
                     mean += weight * values.astype(dtype)
-            mean = fallback.scan_decaying(clock, mean, xs[part], out[part] if len(out) else None)
-            count = clock.count + len(xs[part])
+            mean = fallback.scan_decaying(clock, mean, xs[span], out[span] if len(out) else None)
+            count = clock.count + len(xs[span])
             clock.resume(count, [0], count)
             self.counts[row] = self.folded[row] = count
             self.means[row, 0] = mean
@@ -288,9 +288,9 @@ class Table:
 
 
 def record_type(rule: Rule) -> np.dtype[Any]:
-    """Return the dtype of the state of an average of numbers: little-endian, a field each.
+    """Return the dtype of a record with the state of an average of numbers.
 
-    The fields are those of `tailavg.io.state`; an empty block starts at 0.
+    The fields are those of `tailavg.io.state`, little-endian. An empty block starts at 0.
 
     Examples:
         >>> from tailavg import AnytimeWindow
@@ -317,7 +317,7 @@ def _first_clock(rule: Rule) -> Clock:
 
 @lru_cache(maxsize=16)
 def _plan(rule: Rule, window: Window, end: int) -> tuple[Array, Array]:
-    """Return the runs of `BlockClock.runs` from the first step on, and the steps at their ends."""
+    """Return the runs of `BlockClock.runs` up to step `end`, and the steps at which they end."""
     clock = clock_for(rule)
     assert isinstance(clock, BlockClock)
     parts = [np.tile(runs, (repeats, 1)) for runs, repeats in clock.runs(end, window)]
