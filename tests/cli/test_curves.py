@@ -22,7 +22,7 @@ def samples(size, seed=0, odd=()):
 
 
 def taken(xs, ys, cuts, most=64, log=False, band=True):
-    track = Track([RULE], most, log, band)
+    track = Track([(RULE, None)], most, log, band)
     edges = [0, *sorted(cut % (len(ys) + 1) for cut in cuts), len(ys)]
     for start, stop in pairwise(edges):
         track.take(xs[start:stop], ys[start:stop])
@@ -103,7 +103,7 @@ def test_points_pass_through_every_sample_of_narrow_bins():
 def test_rows_before_are_averaged_and_not_drawn(after, log):
     xs, ys = samples(3000)
     ys[:after] += 1000
-    track = Track([RULE], 64, log, True, after)
+    track = Track([(RULE, None)], 64, log, True, after)
     for start in range(0, 3000, 700):
         track.take(xs[start : start + 700], ys[start : start + 700])
     raw, line = track.lines()
@@ -114,7 +114,7 @@ def test_rows_before_are_averaged_and_not_drawn(after, log):
         assert points[1].max() == pytest.approx(curve[after:].max())
         assert points[1].min() == pytest.approx(curve[after:].min())
     assert line.band is None or line.band.x.min() >= xs[after]
-    assert Track([RULE], 64, log, True, 3000).lines() == []
+    assert Track([(RULE, None)], 64, log, True, 3000).lines() == []
 
 
 def test_a_band_has_the_gaps_of_its_curve():

@@ -9,6 +9,7 @@ import subprocess
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
+from html import escape
 
 import numpy as np
 import pytest
@@ -568,7 +569,7 @@ def test_the_page_needs_nothing_else_and_suits_phones_and_the_dark(folder):
     assert page.count("<svg") == page.count('role="img"') == 5
     assert "$" not in page
     for claim in CLAIMS + STREAM_CLAIMS:
-        assert all(f"“{words}”" in page for words in claim.quotes.values())
+        assert all(f"“{escape(words)}”" in page for words in claim.quotes.values())
     order = ["claims of the paper hold", "Figure 1:", "Figure 2:", "The claims<", "The problem<"]
     order += ["Figure 3:", "Figure 4:", "Figure 5:", "The claims at other step sizes"]
     assert sorted(order, key=page.index) == order
