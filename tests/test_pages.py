@@ -63,6 +63,11 @@ def test_the_tab_of_a_shell():
     assert len(commands) == 2
 
 
+def test_the_freshest_weights():
+    program, said = (block.text for block in blocks("optimal.md") if block.language)
+    assert run(sys.executable, "-c", program).stdout == said
+
+
 def test_checkpoints_in_python(tmp_path):
     (program,) = [block.text for block in blocks("checkpoints.md") if block.language == "python"]
     assert run(sys.executable, "-c", program, cwd=tmp_path).stdout == "[7.5 7.5]\n"
