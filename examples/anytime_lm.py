@@ -17,10 +17,9 @@ A small GPT reads the source of Python's standard library, byte by byte. Two kin
 
 All have the same warm-up, and for one seed the same start and the same batches. Each schedule runs
 with each of three rates, Schedule-Free also with a fourth, since its authors advise larger ones.
-All settings were chosen before the results were seen. The losses are in nats per byte, on files that no run trains on. The
-script prints tables, writes a CSV with every loss, and draws: hollow points are rates that were not
-the best at their horizon, bands and bars the range of the seeds. The full run took about 40 minutes
-of CPU time: 45 minutes on two cores that had other work too.
+All settings were chosen before the results were seen. The losses are in nats per byte, on files
+that no run trains on. The script prints tables, writes a CSV with every loss, and draws: hollow
+points are rates that were not the best at their horizon, bands and bars the range of the seeds.
 
 The model has 0.1 million parameters and sees 2 of 10 MB of text, and its small batches make noisy
 gradients. Nothing here says what a large model does.

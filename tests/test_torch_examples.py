@@ -153,11 +153,16 @@ def test_anytime_lm(tmp_path, monkeypatch):
         for step in ("20", "40"):
             assert windows(schedule, step) == [0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0]
             assert windows(schedule, step, "EMA", "") == [0.99, 0.999, 0.9999]
+            assert windows(schedule, step, "warmed-up EMA", "") == [0.999, 0.9999]
+            assert windows(schedule, step, "EMA with a half-life of", "") == [0.05]
+            assert windows(schedule, step, "freshest", "") == [0.1, 0.2, 0.4]
         assert windows(schedule, "30") == [0.2]
     for shape in ("cosine", "1-sqrt"):
         assert windows("constant", "40", shape=shape) == [0.1, 0.2, 0.4]
     for schedule in ("cosine", "WSD"):  # two horizons, two rates, two seeds
         assert sum(row["schedule"] == schedule for row in rows) == 8
+    for beta in (0.9, 0.98):  # three steps, three rates, two seeds
+        assert sum(row["schedule"] == f"Schedule-Free β={beta}" for row in rows) == 18
 
     pictures = [path.with_suffix(kind) for kind in (".svg", ".png")]
     assert all(picture.stat().st_size > 10_000 for picture in pictures)
