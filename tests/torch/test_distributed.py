@@ -4,6 +4,7 @@ Functions named `…_rank` run on each process of a group; the tests start them 
 """
 
 import hashlib
+import warnings
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -233,3 +234,34 @@ def ddp_offload_rank(folder):
 
 def test_ranks_of_ddp_offload_side_by_side_and_agree_to_the_bit(tmp_path, on_ranks):
     assert len(set(on_ranks(2, ddp_offload_rank, tmp_path))) == 1
+
+
+# What cannot be averaged
+
+
+def fsdp1_rank(use_orig_params):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that it is deprecated
+        inner = FullyShardedDataParallel(
+            nn.Linear(4, 4), device_id=torch.device("cpu"), use_orig_params=use_orig_params
+        )
+    for model in (inner, nn.Sequential(nn.Linear(4, 4), inner)):
+        for average in (ParameterAverage, AveragedModel):
+            with pytest.raises(
+                TypeError, match=r"shard the model with torch's fully_shard \(FSDP2\)"
+            ):
+                average(model, 0.25)
+    return True
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_the_original_fsdp_is_refused_at_once(use_orig_params, on_ranks):
+    assert all(on_ranks(2, fsdp1_rank, use_orig_params))
+
+
+def test_partitioned_parameters_of_deepspeed_are_refused_at_once():
+    """As ZeRO stage 3 leaves them: empty, with an id. DeepSpeed itself is not installed."""
+    model = nn.Linear(4, 4)
+    model.weight.data, model.weight.ds_id = torch.empty(0), 0
+    with pytest.raises(TypeError, match=r"weight: DeepSpeed's ZeRO stage 3 .* use stage 1 or 2"):
+        ParameterAverage(model, 0.25)

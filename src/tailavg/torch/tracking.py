@@ -118,6 +118,11 @@ def _walk(module: Module, prefix: str = "") -> Iterator[tuple[str, Module]]:
             f"{type(module).__name__}; average the model that it was compiled from, or pass its "
             "named_parameters() to ParameterAverage"
         )
+    if isinstance(module, _imported("torch.distributed.fsdp", "FullyShardedDataParallel")):
+        raise TypeError(
+            f"model: {prefix[:-1] or 'the model'}: FullyShardedDataParallel replaces the parameters "
+            "of a module by flat ones; shard the model with torch's fully_shard (FSDP2) instead"
+        )
     yield prefix, module
     hooked = module.state_dict(keep_vars=True) if module._state_dict_hooks else {}
     for name, child in module._modules.items():
@@ -208,6 +213,11 @@ class Tracking:
             if is_lazy(tensor):
                 raise ValueError(
                     f"{alias}: the tensor is not initialised; run a batch through the model first"
+                )
+            if hasattr(tensor, "ds_id"):
+                raise TypeError(
+                    f"{alias}: DeepSpeed's ZeRO stage 3 has partitioned this parameter, so it is "
+                    "empty; use stage 1 or 2, or shard the model with torch's fully_shard (FSDP2)"
                 )
             name = self.aliases[alias] = first.setdefault(_identity(tensor), alias)
             objects = self.objects.setdefault(name, [])
