@@ -97,7 +97,7 @@ class PlainInput:
         try:
             return Row(line, [parse_number(line)], "", [line])
         except ValueError as error:
-            if line.lstrip().startswith("{"):
+            if line.lstrip().startswith('{"'):
                 raise ValueError(f"{error}, or --field NAME for JSON lines") from None
             if "=" in line or ":" in line:
                 raise ValueError(f"{error}, or --match NAME for text like NAME=0.5") from None

@@ -120,8 +120,8 @@ def _walk(module: Module, prefix: str = "") -> Iterator[tuple[str, Module]]:
         )
     if isinstance(module, _imported("torch.distributed.fsdp", "FullyShardedDataParallel")):
         raise TypeError(
-            f"model: {prefix[:-1] or 'the model'}: FullyShardedDataParallel replaces the parameters "
-            "of a module by flat ones; shard the model with torch's fully_shard (FSDP2) instead"
+            f"model: {prefix[:-1] or 'the model'}: FullyShardedDataParallel replaces the parameters"
+            " of a module by flat ones; shard the model with torch's fully_shard (FSDP2) instead"
         )
     yield prefix, module
     hooked = module.state_dict(keep_vars=True) if module._state_dict_hooks else {}
