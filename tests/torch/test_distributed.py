@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -134,6 +134,9 @@ def on_mesh(kind: str, seed: int = 0) -> nn.Module:
     if kind == "replicated shards":
         fully_shard(model, mesh=mesh)
         return model
+    if kind == "shards in main memory":
+        fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+        return model
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     parallelize_module(model, mesh["inner"], plan)
     fully_shard(model, mesh=mesh["outer"])
@@ -161,14 +164,17 @@ def mesh_rank(folder, kind):
     assert local_bits(model) == before
     torch.testing.assert_close(model(x), output, rtol=0, atol=0)
     dcp.save({"average": average}, checkpoint_id=folder / "mesh")
-    for other in (on_mesh(kind, seed=3), Layered(seed=4)):
+    for other in (*(on_mesh(each, seed=3) for each in MESHES), Layered(seed=4)):
         fresh = ParameterAverage(other, rule)
         dcp.load({"average": fresh}, checkpoint_id=folder / "mesh")
         assert bits(fresh.full_state_dict()) == bits(full)
     return True
 
 
-@pytest.mark.parametrize("kind", ["replicated shards", "sharded tensor parallel"])
+MESHES = ["replicated shards", "sharded tensor parallel", "shards in main memory"]
+
+
+@pytest.mark.parametrize("kind", MESHES)
 def test_models_on_a_mesh_of_two_dimensions_are_averaged(kind, tmp_path, on_ranks):
     assert all(on_ranks(4, mesh_rank, tmp_path, kind))
 
