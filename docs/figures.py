@@ -87,7 +87,7 @@ def memory() -> None:
 def anytime() -> None:
     """The headline of decay-free training, small: one run, and runs that know their end."""
     losses = anytime_lm.Losses(FOLDER / "anytime_lm.csv")
-    rate = losses.one_rate("constant")
+    rate, _ = losses.one_rate(anytime_lm.tail("constant"))
     figure, axes = plt.subplots(figsize=(NARROW, 2.9), layout="constrained")
     for name, method, colour, width in (
         ("one run: last iterate", anytime_lm.Method("constant"), RAW, 1.6),

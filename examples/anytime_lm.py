@@ -417,7 +417,7 @@ COSINE, WSD = (OTHERS[1], "o"), (OTHERS[0], "s")  # colour and marker of runs th
 def draw(losses: Losses, path: Path) -> None:
     """Save the picture: losses by step on the left, by the length of the tail on the right."""
     figure, (left, right) = plt.subplots(
-        1, 2, figsize=(9.6, 4.8), width_ratios=(1.6, 1), layout="constrained"
+        1, 2, figsize=(9.6, 5.8), width_ratios=(1.6, 1), layout="constrained"
     )
     horizons = losses.horizons
     rate, falling = (losses.one_rate(tail(schedule))[0] for schedule in ("constant", "1/√t"))
@@ -461,7 +461,7 @@ def draw(losses: Losses, path: Path) -> None:
     ends = [losses.best(Method(end), step)[1] for end in ("cosine", "WSD") for step in horizons]
     left.set_ylim(np.min(ends) - 0.04, np.max(ends) + 0.06)
     left.set_title("One run, read at any time, and runs that know their end")
-    left.legend(loc="lower left", fontsize=9)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3)
 
     shades = plt.colormaps["viridis_r"](np.linspace(0.15, 1, len(horizons)))
     for step, colour in zip(horizons, shades, strict=True):
