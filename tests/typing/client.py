@@ -36,6 +36,7 @@ from tailavg import (
     Decay,
     ExactWindow,
     Exponential,
+    Freshest,
     Growing,
     Profile,
     RawTail,
@@ -73,6 +74,7 @@ def core(path: Path) -> None:
     TailAverage(RawTail(0.25, total=100))
     any_tail = TailAverage(AnyTail(8, shortest=0.2))
     any_tail.value(Decay(0.2, "cosine"))
+    any_tail.value(Freshest(0.2))
     any_tail.scan([1.0], [0.25, 100])
 
     TailAverage("0.25")  # type: ignore[arg-type] # pyright: ignore[reportArgumentType]
