@@ -14,7 +14,7 @@ from typing import Any
 
 from tailavg.core.readings import Reading
 from tailavg.core.rules import Rule, as_training_rule, check_window, refuses_decay
-from tailavg.core.windows import AnyWindow
+from tailavg.core.windows import AnyWindow, short_repr
 from tailavg.extras import needs
 
 with needs("lightning"):
@@ -45,11 +45,15 @@ class TailAveraging(Callback):
     Training does not change. After `fit`, the module has the averages. Each step of the optimizer
     counts; with several optimizers, each training step counts in which one of them stepped.
 
+    With `ModelParallelStrategy` (FSDP2), each process averages its own shards. `FSDPStrategy` and
+    `DeepSpeedStrategy` are refused.
+
     Args:
         rule: As in `ParameterAverage`: `0.25` is the last quarter of the steps so far.
         window: The window to read an `AnyTail` with: a fraction, or a `Decay`.
         evaluate_raw: Also validate the training weights, and log their metrics as `raw_val_loss`
-            and so on. Each validation then copies the module and takes twice as long.
+            and so on. Each validation then copies the module and takes twice as long. Not with
+            `ModelParallelStrategy`.
         options: Options of `ParameterAverage`: `update_every`, `start_after`, `include`, …
 
     Examples:
@@ -106,18 +110,18 @@ class TailAveraging(Callback):
             if isinstance(strategy, refused):
                 raise TypeError(
                     f"TailAveraging does not support {type(strategy).__name__}: {reason}; use "
-                    "ModelParallelStrategy with fully_shard in configure_model, and there this "
-                    "callback or ParameterAverage in your module"
+                    "ModelParallelStrategy with fully_shard in configure_model, together with this "
+                    "callback or with ParameterAverage in your module"
                 )
         if _is_model_parallel(strategy) and not strategy._save_distributed_checkpoint:
             raise ValueError(
-                "TailAveraging: the processes save the average together; use "
+                "TailAveraging: each process has to save its shards of the average; use "
                 "ModelParallelStrategy(save_distributed_checkpoint=True)"
             )
         if _is_model_parallel(strategy) and self.evaluate_raw:
             raise ValueError(
-                "evaluate_raw: this copies the module, which FSDP2 does not allow; leave it out "
-                "with ModelParallelStrategy"
+                "evaluate_raw: not possible with ModelParallelStrategy, since it copies the "
+                "module, which FSDP2 does not allow; leave it out"
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -274,7 +278,7 @@ class TailAveraging(Callback):
         if average is None or not average.count or average.swapped or self._final is not None:
             return given
         averaged = average.averaged_state_dict(window=self.window)
-        # ModelParallelStrategy leaves out the names of modules that torch.compile made
+        # ModelParallelStrategy removes the name that torch.compile gives to a submodule
         averaged |= {name.replace("_orig_mod.", ""): x for name, x in averaged.items()}
         state = copy.copy(given)  # keeps the versions of modules, which are an attribute
         state.update((name, averaged.get(name, value)) for name, value in given.items())
@@ -300,25 +304,36 @@ class TailAveraging(Callback):
         if not _is_model_parallel(strategy) or TRAINING not in checkpoint:
             save(checkpoint, filepath, *args, **kwargs)
             return
-        from torch.distributed import checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
         shards = {key: checkpoint.pop(key) for key in (TRAINING, AVERAGE)}
-        save(checkpoint | {AVERAGE: {"count": shards[AVERAGE]["count"]}}, filepath, *args, **kwargs)
-        dcp.save(shards, checkpoint_id=_folder(strategy, filepath))
+        checkpoint[AVERAGE] = _description(shards[AVERAGE])
+        save(checkpoint, filepath, *args, **kwargs)
+        save_shards(shards, checkpoint_id=_folder(strategy, filepath))
 
-    def _load_shards(self, trainer: Trainer, module: LightningModule, count: int) -> None:
-        """Load what `_save` saved with this count. Each process loads its own shards."""
-        from torch.distributed import checkpoint as dcp
+    def _load_shards(
+        self, trainer: Trainer, module: LightningModule, saved: Mapping[str, Any]
+    ) -> None:
+        """Load what `_save` saved with this description. Each process loads its own shards."""
         from torch.distributed.checkpoint import state_dict
+        from torch.distributed.checkpoint.state_dict_loader import load
 
         average = self.average
         shards = {TRAINING: state_dict.get_model_state_dict(module), AVERAGE: average.state_dict()}
         folder = _folder(trainer.strategy, trainer.ckpt_path)
-        dcp.load(shards, checkpoint_id=folder)
-        if shards[AVERAGE]["count"] != count:
+        for key, own in _description(shards[AVERAGE]).items():
+            if key != "count" and own != saved[key]:
+                raise ValueError(
+                    f"{folder}: {key}: expected {short_repr(own)}, got {short_repr(saved[key])}; "
+                    "create TailAveraging with the options with which this average was saved"
+                )
+        complete = (folder / ".metadata").is_file()
+        if complete:
+            load(shards, checkpoint_id=folder)
+        if not complete or _description(shards[AVERAGE]) != saved:
             raise ValueError(
-                f"{folder}: this average has {shards[AVERAGE]['count']} steps, but its checkpoint "
-                f"{count}; it was not saved completely, so resume from another checkpoint"
+                f"{folder}: not the average of this checkpoint, which was not saved completely; "
+                "resume from another checkpoint"
             )
         options = state_dict.StateDictOptions(strict=module.strict_loading)
         state_dict.set_model_state_dict(module, shards[TRAINING], options=options)
@@ -331,13 +346,14 @@ class TailAveraging(Callback):
         if trainer.state.fn != TrainerFn.FITTING:
             self._module = None  # the module now has the averages of that checkpoint
             return
-        if _is_model_parallel(trainer.strategy) and (TRAINING in checkpoint or AVERAGE in checkpoint):
-            if TRAINING in checkpoint:
-                raise ValueError(
-                    f"{trainer.ckpt_path}: its training weights were not saved by TailAveraging "
-                    "with ModelParallelStrategy; resume with the strategy and callback of that run"
-                )
-            self._load_shards(trainer, pl_module, checkpoint[AVERAGE]["count"])
+        model_parallel = _is_model_parallel(trainer.strategy)
+        if model_parallel and TRAINING in checkpoint:
+            raise ValueError(
+                f"{trainer.ckpt_path}: its training weights were not saved by TailAveraging with "
+                "ModelParallelStrategy; resume with the strategy and callback of that run"
+            )
+        if model_parallel and AVERAGE in checkpoint:
+            self._load_shards(trainer, pl_module, checkpoint[AVERAGE])
             return
         if TRAINING in checkpoint:
             trainer.strategy.load_model_state_dict(
@@ -356,6 +372,12 @@ class TailAveraging(Callback):
 
 def _is_model_parallel(strategy: Any) -> bool:
     return isinstance(strategy, strategies.ModelParallelStrategy)
+
+
+def _description(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the metadata of a checkpoint says about the state of its average."""
+    tensors = list(state["partial"])
+    return {key: state[key] for key in ("rule", "dtype", "count")} | {"tensors": tensors}
 
 
 def _folder(strategy: strategies.Strategy, checkpoint: Any) -> Path:

@@ -1,10 +1,13 @@
 """`ModelParallelStrategy`: two processes that have a shard of each weight (FSDP2, gloo, CPUs).
 
-All of them are forked from one fresh process, which runs this file; each run is in new processes.
+All of them are forked from one fresh process, which runs this file; each function is run by new
+processes. Slow: twenty runs of a Trainer, each in two processes.
 """
 
+import shutil
 import sys
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +18,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tailavg import AnyTail
 from tailavg.lightning import TailAveraging
@@ -37,12 +42,12 @@ from tests.support.lightning_training import (
 from tests.support.paths import ROOT
 from tests.support.processes import python
 
-EPOCHS = 3
+EPOCHS = 2
 WINDOW = 0.4
 
 
 class Sharded(Plain):
-    """A module of which each process has a part; several shards have the same shape, and one is empty."""
+    """A module of which each process has shards: several have the same shape, and one is empty."""
 
     def __init__(self, seed: int = 0, sharded: bool = True) -> None:
         super().__init__(seed)
@@ -70,7 +75,14 @@ class Own(Batches):
             yield batch + dist.get_rank()
 
 
-def run(*callbacks, seed=0, resume=None, epochs=EPOCHS, strategy=None, module=None):
+class TensorParallel(Sharded):
+    def configure_model(self):
+        if not isinstance(self.net[0].weight, DTensor):
+            mesh = self.device_mesh["tensor_parallel"]
+            parallelize_module(self.net, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+
+
+def run(*callbacks, seed=0, resume=None, epochs=EPOCHS, strategy=None, module=None, batches=Own):
     """Train, with validation after each epoch."""
     world = dist.get_world_size()
     strategy = strategy or ModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1)
@@ -79,7 +91,7 @@ def run(*callbacks, seed=0, resume=None, epochs=EPOCHS, strategy=None, module=No
     trainer = make_trainer(
         *callbacks, epochs=epochs, devices=world, strategy=strategy, enable_checkpointing=saving
     )
-    trainer.fit(module, Own(), held_out(), ckpt_path=resume)
+    trainer.fit(module, batches(), held_out(), ckpt_path=resume)
     return trainer, module
 
 
@@ -110,10 +122,10 @@ def load(folder: Path, name: str) -> list:
 def unbroken(folder: Path) -> None:
     callback = averaging()
     every = ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_top_k=-1)
-    best = ModelCheckpoint(folder, "best", monitor="val_loss", save_last=True)
+    best = ModelCheckpoint(folder, "best", monitor="val_loss")
     savers = [
-        Saver("on_validation_epoch_end", folder / "in-validation.ckpt", 2 * STEPS),
-        Saver("on_validation_epoch_end", folder / "weights.ckpt", 2 * STEPS, weights_only=True),
+        Saver("on_validation_epoch_end", folder / "in-validation.ckpt", STEPS),
+        Saver("on_validation_epoch_end", folder / "weights.ckpt", STEPS, weights_only=True),
         Saver("on_train_batch_end", folder / "weights-in-training.ckpt", 5, weights_only=True),
     ]
     # before the callback, in whose hooks the weights change
@@ -132,7 +144,6 @@ def resumed(folder: Path) -> None:
         "step=4": {},
         "step=12": {"offload": folder / "blocks"},
         "in-validation": {},
-        "last": {},
         "after": {},
     }.items():
         callback = averaging(**options)
@@ -159,6 +170,17 @@ def replicated(folder: Path) -> None:
     save(values(module), folder, "replicated")
 
 
+def tensor_parallel(folder: Path) -> None:
+    outcomes = []
+    for seed, resume in enumerate([None, folder / "parallel" / "step=4.ckpt"]):
+        callback, module = averaging(), TensorParallel(seed)
+        every = ModelCheckpoint(folder / "parallel", "{step}", every_n_train_steps=4)
+        options = {"strategy": ModelParallelStrategy(1, 2), "batches": Batches, "epochs": 1}
+        run(callback, *([] if resume else [every]), module=module, resume=resume, **options)
+        outcomes.append(outcome(module, callback))
+    save(outcomes, folder, "tensor-parallel")
+
+
 def failed(folder: Path) -> None:
     module = Sharded()
     module.fail["on_validation_epoch_end"] = ValueError("as planned")
@@ -166,21 +188,31 @@ def failed(folder: Path) -> None:
         run(averaging(), module=module)
     assert bits(module) == module.last
 
-    with pytest.raises(ValueError, match="evaluate_raw: this copies the module"):
+    with pytest.raises(ValueError, match="evaluate_raw: not possible with ModelParallelStrategy"):
         run(averaging(evaluate_raw=True))
     whole = ModelParallelStrategy(2, 1, save_distributed_checkpoint=False)
     with pytest.raises(ValueError, match="save_distributed_checkpoint=True"):
         run(averaging(), strategy=whole)
     with pytest.raises(ValueError, match=r"resume with the strategy and callback of that run"):
         run(averaging(), resume=folder / "ddp.ckpt")
-    meta = folder / "step=2.ckpt" / "meta.pt"  # of a checkpoint that was saved in part
+    for other in (TailAveraging(0.25), averaging(include="net.0.*"), averaging(dtype=torch.double)):
+        with pytest.raises(ValueError, match="with the options with which this average was saved"):
+            run(other, resume=folder / "step=2.ckpt")
+
+    # checkpoints that were saved in part
     if dist.get_rank() == 0:
-        checkpoint = torch.load(meta, weights_only=True)
-        assert checkpoint["tail_average"] == {"count": 2}
-        torch.save(checkpoint | {"tail_average": {"count": 9}}, meta)
+        shutil.rmtree(folder / "step=2.ckpt" / "tail_average")
+        shutil.copy(folder / "step=6.ckpt" / "meta.pt", folder / "step=8.ckpt")
     dist.barrier()
-    with pytest.raises(ValueError, match="has 2 steps, but its checkpoint 9"):
-        run(averaging(), resume=folder / "step=2.ckpt")
+    for name in ("step=2", "step=8"):
+        with pytest.raises(ValueError, match="was not saved completely"):
+            run(averaging(), resume=folder / f"{name}.ckpt")
+
+    run(without := ModelCheckpoint(folder, "without"), epochs=1)
+    callback = averaging()
+    with pytest.warns(match="written without") if dist.get_rank() == 0 else nullcontext():
+        run(callback, resume=without.best_model_path, epochs=2)
+    assert callback.average.count == STEPS
 
 
 def one_process(folder: Path) -> None:
@@ -197,7 +229,8 @@ if __name__ == "__main__":
     make_trainer(averaging(), Saver("on_train_end", top / "ddp.ckpt"), epochs=1).fit(
         single, Batches(), held_out()
     )
-    for function in (unbroken, resumed, without_the_callback, replicated, failed, one_process):
+    together = unbroken, resumed, without_the_callback, replicated, tensor_parallel, failed
+    for function in (*together, one_process):
         (top / "store").unlink(missing_ok=True)
         on_ranks(1 if function is one_process else 2, function, top)
 
@@ -233,7 +266,7 @@ def test_validation_in_a_fit_and_the_end_of_it_have_the_averages(folder):
     np.testing.assert_equal(first["averages"], second["averages"])
     assert first["last"] != second["last"]  # each process has its own shards
     assert_near(first["averages"], averages(folder, EPOCHS * STEPS))
-    assert [step for step, _ in first["validated"]] == [STEPS, 2 * STEPS, 3 * STEPS]
+    assert [step for step, _ in first["validated"]] == [STEPS, 2 * STEPS]
     for step, seen in first["validated"]:
         assert_near(seen, averages(folder, step))
 
@@ -242,7 +275,7 @@ def test_averages_are_those_of_ddp(folder):
     assert_near(load(folder, "replicated")[0], averages(folder, EPOCHS * STEPS), rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["step=4", "step=12", "in-validation", "last", "after"])
+@pytest.mark.parametrize("name", ["step=4", "step=12", "in-validation", "after"])
 def test_a_resumed_run_is_the_unbroken_one_to_the_bit(folder, name):
     """In particular, the second process goes on from its own shards, not from the first's."""
     first, second = load(folder, "unbroken")
@@ -251,12 +284,20 @@ def test_a_resumed_run_is_the_unbroken_one_to_the_bit(folder, name):
     assert load(folder, f"resumed-{name}") == [first, second]
 
 
+def test_a_resumed_run_with_tensor_parallelism_is_the_unbroken_one_to_the_bit(folder):
+    first, second = load(folder, "tensor-parallel")
+    assert first[0] == first[1]
+    assert second[0] == second[1]
+    assert first[0][0] != second[0][0]  # each process has its own shards
+    assert first[0][1]["/count"] == STEPS
+
+
 @pytest.mark.parametrize(
     ("name", "step"),
     [
         ("step=4", 4),
-        ("in-validation", 2 * STEPS),
-        ("weights", 2 * STEPS),
+        ("in-validation", STEPS),
+        ("weights", STEPS),
         ("weights-in-training", 5),
         ("after", EPOCHS * STEPS),
     ],

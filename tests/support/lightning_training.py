@@ -22,7 +22,7 @@ def values(tensors) -> dict[str, np.ndarray]:
 
 
 def bits(module) -> dict[str, bytes]:
-    """Every parameter and buffer, or this process's shards, to the bit; or those of a state dict."""
+    """Every parameter and buffer (or this process's shards), to the bit; or a state dict's."""
     state = module if isinstance(module, dict) else module.state_dict()
     shards = {name: x.to_local() if isinstance(x, DTensor) else x for name, x in state.items()}
     return {
