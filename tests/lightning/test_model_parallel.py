@@ -182,11 +182,12 @@ def tensor_parallel(folder: Path) -> None:
 
 
 def failed(folder: Path) -> None:
-    module = Sharded()
-    module.fail["on_validation_epoch_end"] = ValueError("as planned")
-    with pytest.raises(ValueError, match="as planned"):
-        run(averaging(), module=module)
-    assert bits(module) == module.last
+    for hook in ("on_validation_epoch_end", "on_train_end"):
+        module = Sharded()
+        module.fail[hook] = ValueError("as planned")
+        with pytest.raises(ValueError, match="as planned"):
+            run(averaging(), module=module, epochs=1)
+        assert bits(module) == module.last
 
     with pytest.raises(ValueError, match="evaluate_raw: not possible with ModelParallelStrategy"):
         run(averaging(evaluate_raw=True))
