@@ -6,17 +6,18 @@ Its methods are hooks of the Trainer, in the order of a run: training, validatio
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from inspect import Parameter, signature
+from pathlib import Path
 from typing import Any
 
 from tailavg.core.readings import Reading
 from tailavg.core.rules import Rule, as_training_rule, check_window, refuses_decay
-from tailavg.core.windows import AnyWindow
+from tailavg.core.windows import AnyWindow, short_repr
 from tailavg.extras import needs
 
 with needs("lightning"):
-    from lightning.fabric.plugins import CheckpointIO
     from lightning.pytorch import Callback, LightningModule, Trainer, strategies
     from lightning.pytorch.trainer.states import TrainerFn
     from lightning.pytorch.utilities import rank_zero_warn
@@ -24,14 +25,17 @@ with needs("lightning"):
 
     from tailavg.torch.parameters import ParameterAverage
     from tailavg.torch.swap import forked_rng
-    from tailavg.torch.tracking import outside_autograd
+    from tailavg.torch.tracking import local, outside_autograd
     from tailavg.torch.updates import has_trained
 
 __all__ = ["TailAveraging"]
 
 TRAINING = "current_model_state"  # the name that Lightning gives the training weights
 AVERAGE = "tail_average"  # the state of the average, or None before the first step
-SHARDED = strategies.DeepSpeedStrategy, strategies.FSDPStrategy, strategies.ModelParallelStrategy
+REFUSED = {
+    strategies.FSDPStrategy: "the original FSDP flattens several weights into one tensor",
+    strategies.DeepSpeedStrategy: "DeepSpeed has its own copies of the weights and checkpoints",
+}
 
 
 class TailAveraging(Callback):
@@ -41,11 +45,15 @@ class TailAveraging(Callback):
     Training does not change. After `fit`, the module has the averages. Each step of the optimizer
     counts; with several optimizers, each training step counts in which one of them stepped.
 
+    With `ModelParallelStrategy` (FSDP2), each process averages its own shards. `FSDPStrategy` and
+    `DeepSpeedStrategy` are refused.
+
     Args:
         rule: As in `ParameterAverage`: `0.25` is the last quarter of the steps so far.
         window: The window to read an `AnyTail` with: a fraction, or a `Decay`.
         evaluate_raw: Also validate the training weights, and log their metrics as `raw_val_loss`
-            and so on. Each validation then copies the module and takes twice as long.
+            and so on. Each validation then copies the module and takes twice as long. Not with
+            `ModelParallelStrategy`.
         options: Options of `ParameterAverage`: `update_every`, `start_after`, `include`, …
 
     Examples:
@@ -97,10 +105,23 @@ class TailAveraging(Callback):
         if stage != TrainerFn.FITTING:
             return
         self._forget(pl_module)
-        if isinstance(trainer.strategy, SHARDED):
-            raise TypeError(
-                "TailAveraging: expected a strategy whose processes hold the whole model, such as "
-                f"ddp, got {type(trainer.strategy).__name__}; use ParameterAverage in your module"
+        strategy: Any = trainer.strategy
+        for refused, reason in REFUSED.items():
+            if isinstance(strategy, refused):
+                raise TypeError(
+                    f"TailAveraging does not support {type(strategy).__name__}: {reason}; use "
+                    "ModelParallelStrategy with fully_shard in configure_model, together with this "
+                    "callback or with ParameterAverage in your module"
+                )
+        if _is_model_parallel(strategy) and not strategy._save_distributed_checkpoint:
+            raise ValueError(
+                "TailAveraging: each process has to save its shards of the average; use "
+                "ModelParallelStrategy(save_distributed_checkpoint=True)"
+            )
+        if _is_model_parallel(strategy) and self.evaluate_raw:
+            raise ValueError(
+                "evaluate_raw: not possible with ModelParallelStrategy, since it copies the "
+                "module, which FSDP2 does not allow; leave it out"
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -116,7 +137,10 @@ class TailAveraging(Callback):
                 optimizer.register_step_post_hook(self._after_step)
                 for optimizer in trainer.optimizers
             ]
-        trainer.strategy.checkpoint_io = _WithAverages(self, trainer.strategy)
+        save: Any = trainer.strategy.save_checkpoint
+        if getattr(save, "func", None) != self._save:  # otherwise an earlier fit has wrapped it
+            save = partial(self._save, trainer.strategy, save)
+            trainer.strategy.save_checkpoint = save  # type: ignore[method-assign]
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         self._stepped |= has_trained(optimizer)
@@ -228,6 +252,8 @@ class TailAveraging(Callback):
         if pl_module is not self._module:  # the module has had other weights since the fit
             return
         average = self._average
+        if average is None and _is_model_parallel(trainer.strategy):  # there is nothing to save yet
+            return
         training, state = checkpoint["state_dict"], self._state
         if average is not None and self._final is not None:
             training, state = self._final, average.state_dict()
@@ -252,9 +278,66 @@ class TailAveraging(Callback):
         if average is None or not average.count or average.swapped or self._final is not None:
             return given
         averaged = average.averaged_state_dict(window=self.window)
+        # ModelParallelStrategy removes the name that torch.compile gives to a submodule
+        averaged |= {name.replace("_orig_mod.", ""): x for name, x in averaged.items()}
         state = copy.copy(given)  # keeps the versions of modules, which are an attribute
         state.update((name, averaged.get(name, value)) for name, value in given.items())
         return state
+
+    def _save(
+        self,
+        strategy: strategies.Strategy,
+        save: Callable[..., None],
+        checkpoint: dict[str, Any],
+        filepath: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Save a checkpoint with `save`, the strategy's own method.
+
+        Weights-only checkpoints, for which Lightning calls no callback, get the averages here. For
+        `ModelParallelStrategy`, all processes save the training weights and the average to a
+        folder in the checkpoint, since Lightning would save only those of the first process.
+        """
+        if AVERAGE not in checkpoint and strategy.lightning_module is self._module:
+            checkpoint = {**checkpoint, "state_dict": self._averaged(checkpoint["state_dict"])}
+        if not _is_model_parallel(strategy) or TRAINING not in checkpoint:
+            save(checkpoint, filepath, *args, **kwargs)
+            return
+        from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+
+        shards = {key: checkpoint.pop(key) for key in (TRAINING, AVERAGE)}
+        checkpoint[AVERAGE] = _description(shards[AVERAGE])
+        save(checkpoint, filepath, *args, **kwargs)
+        save_shards(shards, checkpoint_id=_folder(strategy, filepath))
+
+    def _load_shards(
+        self, trainer: Trainer, module: LightningModule, saved: Mapping[str, Any]
+    ) -> None:
+        """Load what `_save` saved with this description. Each process loads its own shards."""
+        from torch.distributed.checkpoint import state_dict
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        average = self.average
+        shards = {TRAINING: state_dict.get_model_state_dict(module), AVERAGE: average.state_dict()}
+        folder = _folder(trainer.strategy, trainer.ckpt_path)
+        for key, own in _description(shards[AVERAGE]).items():
+            if key != "count" and own != saved[key]:
+                raise ValueError(
+                    f"{folder}: {key}: expected {short_repr(own)}, got {short_repr(saved[key])}; "
+                    "create TailAveraging with the options with which this average was saved"
+                )
+        complete = (folder / ".metadata").is_file()
+        if complete:
+            load(shards, checkpoint_id=folder)
+        if not complete or _description(shards[AVERAGE]) != saved:
+            raise ValueError(
+                f"{folder}: not the average of this checkpoint, which was not saved completely; "
+                "resume from another checkpoint"
+            )
+        options = state_dict.StateDictOptions(strict=module.strict_loading)
+        state_dict.set_model_state_dict(module, shards[TRAINING], options=options)
+        average.load_state_dict(shards[AVERAGE])
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -262,6 +345,15 @@ class TailAveraging(Callback):
         """Load the training weights and the average, if this is a fit."""
         if trainer.state.fn != TrainerFn.FITTING:
             self._module = None  # the module now has the averages of that checkpoint
+            return
+        model_parallel = _is_model_parallel(trainer.strategy)
+        if model_parallel and TRAINING in checkpoint:
+            raise ValueError(
+                f"{trainer.ckpt_path}: its training weights were not saved by TailAveraging with "
+                "ModelParallelStrategy; resume with the strategy and callback of that run"
+            )
+        if model_parallel and AVERAGE in checkpoint:
+            self._load_shards(trainer, pl_module, checkpoint[AVERAGE])
             return
         if TRAINING in checkpoint:
             trainer.strategy.load_model_state_dict(
@@ -278,30 +370,19 @@ class TailAveraging(Callback):
             self._average.load_state_dict(checkpoint[AVERAGE])
 
 
-class _WithAverages(CheckpointIO):
-    """Puts the averages into weights-only checkpoints, for which Lightning calls no callback."""
+def _is_model_parallel(strategy: Any) -> bool:
+    return isinstance(strategy, strategies.ModelParallelStrategy)
 
-    def __init__(self, callback: TailAveraging, strategy: strategies.Strategy) -> None:
-        self._callback, self._strategy = callback, strategy
-        self._io = strategy.checkpoint_io
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        if "state_dict" in checkpoint and AVERAGE not in checkpoint:
-            averaged = self._callback._averaged(checkpoint["state_dict"])
-            checkpoint = {**checkpoint, "state_dict": averaged}
-        self._io.save_checkpoint(checkpoint, *args, **kwargs)
+def _description(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the metadata of a checkpoint says about the state of its average."""
+    tensors = list(state["partial"])
+    return {key: state[key] for key in ("rule", "dtype", "count")} | {"tensors": tensors}
 
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return self._io.load_checkpoint(*args, **kwargs)
 
-    def remove_checkpoint(self, path: Any) -> None:
-        self._io.remove_checkpoint(path)
-
-    def teardown(self) -> None:
-        try:
-            self._io.teardown()
-        finally:
-            self._strategy.checkpoint_io = self._io
+def _folder(strategy: strategies.Strategy, checkpoint: Any) -> Path:
+    """Return the folder in a checkpoint for what its processes save, the same in each of them."""
+    return Path(strategy.broadcast(checkpoint)) / AVERAGE
 
 
 def _raw_copy(module: LightningModule) -> LightningModule:
@@ -329,7 +410,8 @@ def _copies(*states: dict[str, Any]) -> list[dict[str, Any]]:
     def copied(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return copy.deepcopy(value)
-        place = value.device, value.data_ptr(), value.shape, value.stride(), value.dtype
+        shard = local(value)
+        place = value.device, shard.data_ptr(), value.shape, value.stride(), value.dtype
         if place not in copies:
             copies[place] = value.detach().to("cpu", copy=True)
         return copies[place]

@@ -173,7 +173,7 @@ class Stopped:
         self.module, self.callback = Net(), TailAveraging(AnyTail(), window=0.5)
         optimizer = self.module.configure_optimizers()
         strategy = SimpleNamespace(
-            checkpoint_io=None, lightning_module_state_dict=self.module.state_dict
+            save_checkpoint=None, lightning_module_state_dict=self.module.state_dict
         )
         state = SimpleNamespace(fn=TrainerFn.FITTING)
         self.trainer = SimpleNamespace(strategy=strategy, optimizers=[optimizer], state=state)

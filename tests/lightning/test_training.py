@@ -1,6 +1,7 @@
 """`TailAveraging` in a fit: what counts, what validation sees, and what the module has at last."""
 
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from torch.utils.data import DataLoader
 from torchmetrics import MeanSquaredError
 
@@ -388,8 +390,8 @@ def test_two_callbacks_are_refused():
         make_trainer(TailAveraging(0.25), TailAveraging(0.5))
 
 
-def test_sharded_strategies_are_refused(monkeypatch):
-    trainer, callback = make_trainer(), TailAveraging(0.25)
-    monkeypatch.setattr("tailavg.lightning.SHARDED", (type(trainer.strategy),))
-    with pytest.raises(TypeError, match="expected a strategy whose processes hold the whole model"):
-        callback.setup(trainer, Net(), "fit")
+@pytest.mark.parametrize("strategy", [FSDPStrategy, DeepSpeedStrategy])
+def test_strategies_that_are_refused(strategy):
+    trainer = SimpleNamespace(strategy=object.__new__(strategy))
+    with pytest.raises(TypeError, match=f"not support {strategy.__name__}: .* ModelParallelStr"):
+        TailAveraging(0.25).setup(trainer, Net(), "fit")

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 torch.set_num_threads(1)  # tensors are tiny and tests run side by side
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -14,17 +15,19 @@ STEPS = 7  # batches in an epoch
 
 
 def values(tensors) -> dict[str, np.ndarray]:
-    """Copies in double precision, by name."""
+    """Copies in double precision, by name. The shards of all processes are gathered."""
     items = tensors.items() if isinstance(tensors, dict) else tensors.named_parameters()
-    return {name: tensor.detach().double().numpy(force=True).copy() for name, tensor in items}
+    whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in items}
+    return {name: x.detach().double().numpy(force=True).copy() for name, x in whole.items()}
 
 
 def bits(module) -> dict[str, bytes]:
-    """Every parameter and buffer, to the bit; or those of a state dict."""
+    """Every parameter and buffer (or this process's shards), to the bit; or a state dict's."""
     state = module if isinstance(module, dict) else module.state_dict()
+    shards = {name: x.to_local() if isinstance(x, DTensor) else x for name, x in state.items()}
     return {
-        name: tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        for name, tensor in state.items()
+        name: shard.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        for name, shard in shards.items()
     }
 
 
