@@ -401,11 +401,11 @@ def test_what_cannot_be_right_is_refused(tmp_path):
         short.train()
     assert short.state.global_step == 0
 
-    for flag in ("is_deepspeed_enabled", "is_fsdp_enabled"):
+    for flag in ("is_deepspeed_enabled", "is_fsdp_xla_enabled"):
         sharded = trainer()
         setattr(sharded, flag, True)
         with pytest.raises(ValueError, match="is not supported, since it splits"):
-            sharded._start_averaging(None)
+            sharded._check_sharding()
     model = tiny()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.eval = optimizer.train = lambda: None
