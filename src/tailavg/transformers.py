@@ -204,7 +204,14 @@ class TailAverageMixin(Trainer):
         if self.is_fsdp_enabled:
             import torch.distributed.checkpoint as dcp
 
-            dcp.load({"average": average}, checkpoint_id=folder)
+            try:
+                dcp.load({"average": average}, checkpoint_id=folder)
+            except dcp.CheckpointException as error:
+                raise ValueError(
+                    f"{folder}: the average cannot be loaded: files are damaged, or the run had "
+                    "another rule or model; resume with those of the run, or from another "
+                    "checkpoint"
+                ) from error
         else:
             average.load(folder)
         return True
