@@ -98,7 +98,8 @@ class TailAverageMixin(Trainer):
 
     Training does not change. Evaluations, predictions, `save_model()` and the best model use the
     averaged weights. A checkpoint holds the training weights as usual, and the state of the average
-    in its folder `tail_average`; `resume_from_checkpoint` restores both.
+    in its folder `tail_average`; `resume_from_checkpoint` restores both. With FSDP2, each process
+    averages its own shards, and all of them save the average.
 
     Args:
         *args: Arguments of the Trainer.
@@ -190,9 +191,9 @@ class TailAverageMixin(Trainer):
         if self.tail_average is None:
             return
         if self.is_fsdp_enabled:
-            import torch.distributed.checkpoint as dcp
+            from torch.distributed.checkpoint.state_dict_saver import save
 
-            dcp.save({"average": self.tail_average}, checkpoint_id=folder)
+            save({"average": self.tail_average}, checkpoint_id=folder)
         elif self.args.should_save:
             folder.parent.mkdir(parents=True, exist_ok=True)
             self.tail_average.save(folder)
@@ -202,11 +203,12 @@ class TailAverageMixin(Trainer):
         if not saved_folder(folder).is_dir():
             return False
         if self.is_fsdp_enabled:
-            import torch.distributed.checkpoint as dcp
+            from torch.distributed.checkpoint.api import CheckpointException
+            from torch.distributed.checkpoint.state_dict_loader import load
 
             try:
-                dcp.load({"average": average}, checkpoint_id=folder)
-            except dcp.CheckpointException as error:
+                load({"average": average}, checkpoint_id=folder)
+            except CheckpointException as error:
                 raise ValueError(
                     f"{folder}: the average cannot be loaded: files are damaged, or the run had "
                     "another rule or model; resume with those of the run, or from another "

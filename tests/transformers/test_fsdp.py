@@ -141,7 +141,7 @@ def runs(folder: Path, resume: bool) -> None:
     for name, options in RUNS.items():
         new_run()
         top = folder.parent
-        trainer = trainer_of(folder / name, seed=5 * resume * (name != "adapter"), **options)
+        trainer = trainer_of(folder / name, seed=5 * resume * ("adapter" not in name), **options)
         start = top / "first" / name / "checkpoint-8" if resume else None
         left = train(trainer, folder / name, start)
         assert trainer.accelerator.is_fsdp2
