@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -115,6 +115,7 @@ class TailAverageMixin(Trainer):
 
     _tail_options: _Options
     _tail_handle: RemovableHandle | None = None
+    _last_loaded_step: int  # of TRL's trainers that generate with vLLM
 
     def __init__(self, *args: Any, tail_average: TailAverageOption, **kwargs: Any) -> None:
         self._tail_options = _Options.of(tail_average)
@@ -181,11 +182,21 @@ class TailAverageMixin(Trainer):
     @contextmanager
     def _averaged(self) -> Iterator[None]:
         average = self.tail_average
-        if average is None or not average.count or average.swapped:
+        if average is None or not average.count:
             yield
             return
-        with average.average_parameters(self._tail_options.window):
-            yield
+        window = self._tail_options.window
+        with nullcontext() if average.swapped else average.average_parameters(window):
+            self._forget_loaded_step()
+            try:
+                yield
+            finally:
+                self._forget_loaded_step()
+
+    def _forget_loaded_step(self) -> None:
+        """Make TRL send the weights to vLLM before it generates again, even in the same step."""
+        if hasattr(self, "_last_loaded_step"):
+            self._last_loaded_step = -1
 
     def _save_average(self, folder: Path) -> None:
         if self.tail_average is None:
