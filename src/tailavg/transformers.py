@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,8 +40,7 @@ TailAverageOption = AnyWindow | Rule | Mapping[str, Any]
 _OVERRIDDEN = ("_prepare_for_training", "evaluation_loop", "save_model", "_load_best_model")
 _REFUSED = {
     "is_deepspeed_enabled": "DeepSpeed",
-    "is_fsdp_enabled": "FSDP",
-    "is_fsdp_xla_enabled": "FSDP",
+    "is_fsdp_xla_enabled": "FSDP of XLA",
     "is_distributed_loading_by_transformers": "loading a model in shards",
 }
 
@@ -99,7 +98,8 @@ class TailAverageMixin(Trainer):
 
     Training does not change. Evaluations, predictions, `save_model()` and the best model use the
     averaged weights. A checkpoint holds the training weights as usual, and the state of the average
-    in its folder `tail_average`; `resume_from_checkpoint` restores both.
+    in its folder `tail_average`; `resume_from_checkpoint` restores both. With FSDP2, each process
+    averages its own shards, and all of them save the average.
 
     Args:
         *args: Arguments of the Trainer.
@@ -115,6 +115,7 @@ class TailAverageMixin(Trainer):
 
     _tail_options: _Options
     _tail_handle: RemovableHandle | None = None
+    _last_loaded_step: int  # of TRL's trainers that generate with vLLM
 
     def __init__(self, *args: Any, tail_average: TailAverageOption, **kwargs: Any) -> None:
         self._tail_options = _Options.of(tail_average)
@@ -125,6 +126,7 @@ class TailAverageMixin(Trainer):
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> Any:
         self._stop_averaging()
+        self._check_sharding()
         prepare: Any = super()._prepare_for_training
         prepared = prepare(max_steps, train_dataloader, resume_from_checkpoint)
         self._start_averaging(resume_from_checkpoint)
@@ -155,34 +157,91 @@ class TailAverageMixin(Trainer):
         # internal calls write checkpoints, but the call of push_to_hub, without a folder, does not
         if not (_internal_call and output_dir is not None):
             with self._averaged():
+                plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+                if plugin is not None and "FULL_STATE_DICT" not in str(plugin.state_dict_type):
+                    # Trainer would save nothing; every process takes part in gathering
+                    state = self.accelerator.get_state_dict(self.model)
+                    if self.args.should_save:
+                        self._save(output_dir, state_dict=state)
                 super().save_model(output_dir, _internal_call)
             return
-        if self.tail_average is not None and self.args.should_save:
-            Path(output_dir).mkdir(parents=True, exist_ok=True)
-            # saved first, so that no checkpoint lacks it
-            self.tail_average.save(Path(output_dir, FOLDER))
+        self._save_average(Path(output_dir, FOLDER))  # first, so that no checkpoint lacks it
         super().save_model(output_dir, _internal_call)
 
     def _load_best_model(self) -> None:
         super()._load_best_model()
         average = self.tail_average
         folder = Path(str(self.state.best_model_checkpoint), FOLDER)
-        if average is None or not saved_folder(folder).is_dir():
+        if average is None or not self._load_average(average, folder):
             logger.warning("%s not found: the best model is not averaged", folder)
             self._stop_averaging()
             return
-        average.load(folder)
         if average.count:
             average.copy_to(window=self._tail_options.window)
 
     @contextmanager
     def _averaged(self) -> Iterator[None]:
         average = self.tail_average
-        if average is None or not average.count or average.swapped:
+        if average is None or not average.count:
             yield
             return
-        with average.average_parameters(self._tail_options.window):
-            yield
+        window = self._tail_options.window
+        with nullcontext() if average.swapped else average.average_parameters(window):
+            self._forget_loaded_step()
+            try:
+                yield
+            finally:
+                self._forget_loaded_step()
+
+    def _forget_loaded_step(self) -> None:
+        """Make TRL send the weights to vLLM before it generates again, even in the same step."""
+        if hasattr(self, "_last_loaded_step"):
+            self._last_loaded_step = -1
+
+    def _save_average(self, folder: Path) -> None:
+        if self.tail_average is None:
+            return
+        if self.is_fsdp_enabled:
+            from torch.distributed.checkpoint.state_dict_saver import save
+
+            save({"average": self.tail_average}, checkpoint_id=folder)
+        elif self.args.should_save:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            self.tail_average.save(folder)
+
+    def _load_average(self, average: ParameterAverage, folder: Path) -> bool:
+        """Load what `_save_average` saved; return False if there is nothing."""
+        if not saved_folder(folder).is_dir():
+            return False
+        if self.is_fsdp_enabled:
+            from torch.distributed.checkpoint.api import CheckpointException
+            from torch.distributed.checkpoint.state_dict_loader import load
+
+            try:
+                load({"average": average}, checkpoint_id=folder)
+            except CheckpointException as error:
+                raise ValueError(
+                    f"{folder}: the average cannot be loaded: files are damaged, or the run had "
+                    "another rule or model; resume with those of the run, or from another "
+                    "checkpoint"
+                ) from error
+        else:
+            average.load(folder)
+        return True
+
+    def _check_sharding(self) -> None:
+        """Raise if parameters are split between processes in a way that is not supported."""
+        for flag, name in _REFUSED.items():
+            if getattr(self, flag, False):
+                raise ValueError(
+                    f"tail_average: {name} is not supported, since it splits parameters between "
+                    "processes; use tailavg.torch.ParameterAverage in your own training loop"
+                )
+        if self.is_fsdp_enabled and not self.accelerator.is_fsdp2:
+            raise ValueError(
+                "tail_average: the original FSDP is not supported, since it replaces the "
+                'parameters by flat tensors without names; use fsdp_config={"version": 2}'
+            )
 
     def _stop_averaging(self) -> None:
         if self._tail_handle is not None:
@@ -190,12 +249,6 @@ class TailAverageMixin(Trainer):
         self._tail_handle = self.tail_average = None
 
     def _start_averaging(self, checkpoint: str | None) -> None:
-        for flag, name in _REFUSED.items():
-            if getattr(self, flag, False):
-                raise ValueError(
-                    f"tail_average: {name} is not supported, since it splits parameters between "
-                    "processes; use tailavg.torch.ParameterAverage in your own training loop"
-                )
         options = self._tail_options
         model: Any = self.model
         optimizer: Any = self.optimizer
@@ -211,9 +264,7 @@ class TailAverageMixin(Trainer):
         average = ParameterAverage(model, options.rule, **options.others)
         if checkpoint is not None:
             folder = Path(checkpoint, FOLDER)
-            if saved_folder(folder).is_dir():
-                average.load(folder)
-            else:
+            if not self._load_average(average, folder):
                 logger.warning("%s not found: averaging starts here", folder)
         self._tail_handle = average.attach(optimizer)
         self.tail_average = average

@@ -5,9 +5,12 @@ import shutil
 import warnings
 from pathlib import Path
 
+import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
+from tailavg.torch import ParameterAverage
 from tests.support.hugging_face_training import (
     GPT2LMHeadModel,
     TailAverageTrainer,
@@ -29,7 +32,7 @@ def run(number, names):
 
 
 def test_all_blocks_are_run():
-    assert len(BLOCKS) == 9
+    assert len(BLOCKS) == 10
 
 
 def test_trainers(tmp_path):
@@ -68,6 +71,16 @@ def test_trainers(tmp_path):
     assert all(torch.equal(saved[name], average[name]) for name in saved)
     metrics = run(5, names)["metrics"]
     assert metrics["eval_loss"] != metrics["eval_raw_loss"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_checkpoint_of_fsdp(tmp_path):
+    model = tiny()
+    average = ParameterAverage(model, 0.25)
+    average.update()
+    dcp.save({"average": average}, checkpoint_id=tmp_path / "checkpoint-8" / "tail_average")
+    run(9, {"model": tiny(5), "folder": str(tmp_path)})
+    assert same(weights(GPT2LMHeadModel.from_pretrained(tmp_path / "averaged")), weights(model))
 
 
 def test_accelerate(tmp_path):

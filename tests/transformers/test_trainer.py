@@ -372,6 +372,46 @@ def test_an_adapter_of_peft(tmp_path):
     assert same(weights(again.model), found)
 
 
+class Generating(TailAverageMixin, Trainer):
+    """Stands for TRL's trainers with vLLM: the first generation of a step sends the weights."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self._last_loaded_step = -1
+        self.sent, self.sends, self.current = None, 0, []
+
+    def _generate(self):
+        if self.state.global_step != self._last_loaded_step:
+            self.sent, self.sends = weights(self.model), self.sends + 1
+            self._last_loaded_step = self.state.global_step
+        self.current.append(same(self.sent, weights(self.model)))
+
+    def training_step(self, *args, **options):
+        self._generate()
+        return super().training_step(*args, **options)
+
+    def prediction_step(self, *args, **options):
+        self._generate()
+        return super().prediction_step(*args, **options)
+
+
+def test_generated_text_is_of_the_weights_that_are_evaluated_or_trained(tmp_path):
+    options = {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 3}
+    trainer = Generating(
+        tiny(),
+        arguments(tmp_path, per_device_eval_batch_size=4, **options),
+        train_dataset=tokens(),
+        eval_dataset=tokens(8, 2),
+        tail_average={"rule": AnyTail(), "window": 0.5},
+    )
+    trainer.train()
+    assert len(trainer.current) == 2 * 12 + 2 * 4
+    assert trainer.sends == 12 + 4
+    trainer.tail_average.select_tail(lambda: trainer.evaluate()["eval_loss"], [0.25, 0.5, 1.0])
+    assert trainer.sends == 12 + 4 + 3
+    assert all(trainer.current)
+
+
 def test_what_cannot_be_right_is_refused(tmp_path):
     def trainer(rule=0.5):
         return make("trainer", tiny(), arguments(tmp_path, max_steps=30), rule)
@@ -401,11 +441,11 @@ def test_what_cannot_be_right_is_refused(tmp_path):
         short.train()
     assert short.state.global_step == 0
 
-    for flag in ("is_deepspeed_enabled", "is_fsdp_enabled"):
+    for flag in ("is_deepspeed_enabled", "is_fsdp_xla_enabled"):
         sharded = trainer()
         setattr(sharded, flag, True)
         with pytest.raises(ValueError, match="is not supported, since it splits"):
-            sharded._start_averaging(None)
+            sharded._check_sharding()
     model = tiny()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.eval = optimizer.train = lambda: None
