@@ -50,7 +50,7 @@ class TailAveraging(Callback):
 
     Args:
         rule: As in `ParameterAverage`: `0.25` is the last quarter of the steps so far.
-        window: The window to read an `AnyTail` with: a fraction, or a `Decay`.
+        window: The window to read an `AnyTail` with: a fraction, a `Freshest` or a `Decay`.
         evaluate_raw: Also validate the training weights, and log their metrics as `raw_val_loss`
             and so on. Each validation then copies the module and takes twice as long. Not with
             `ModelParallelStrategy`.
@@ -197,12 +197,18 @@ class TailAveraging(Callback):
         if trainer.state.fn == TrainerFn.FITTING and self._average and self._average.count:
             if self.evaluate_raw:
                 self._raw = _raw_copy(pl_module)
+                self._call_raw("on_validation_start")
             self._swap()
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Call this hook of the copy with the training weights, if `evaluate_raw` is set."""
-        if self._raw is not None:
-            self._raw.on_validation_epoch_start()
+        self._call_raw("on_validation_epoch_start")
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, *batch: Any
+    ) -> None:
+        """Call this hook of the copy with the training weights, if `evaluate_raw` is set."""
+        self._call_raw("on_validation_batch_start", *batch)
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *batch: Any
@@ -212,13 +218,20 @@ class TailAveraging(Callback):
             step: Any = self._raw.validation_step
             kinds = [parameter.kind for parameter in signature(step).parameters.values()]
             taken = len(batch) if Parameter.VAR_POSITIONAL in kinds else len(kinds)
-            with forked_rng(pl_module.device), trainer.precision_plugin.val_step_context():
-                step(*batch[:taken])
+            with trainer.precision_plugin.val_step_context():
+                result = self._call_raw("validation_step", *batch[:taken])
+            self._call_raw("on_validation_batch_end", result, *batch)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Call this hook of the copy with the training weights, if `evaluate_raw` is set."""
-        if self._raw is not None:
-            self._raw.on_validation_epoch_end()
+        self._call_raw("on_validation_epoch_end")
+
+    def _call_raw(self, hook: str, *args: Any) -> Any:
+        """Call a hook of the copy with the training weights, if there is one."""
+        if self._raw is None:
+            return None
+        with forked_rng(self._raw.device):  # so that training does not change
+            return getattr(self._raw, hook)(*args)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore the training weights, if this is a fit."""
@@ -387,7 +400,13 @@ def _folder(strategy: strategies.Strategy, checkpoint: Any) -> Path:
 
 def _raw_copy(module: LightningModule) -> LightningModule:
     """Return a copy of a module with its own metrics, which logs through the module as `raw_…`."""
-    raw = copy.deepcopy(module)
+    try:
+        raw = copy.deepcopy(module)
+    except Exception as error:  # of any kind: attributes may define how they are copied
+        raise RuntimeError(
+            "evaluate_raw: the module cannot be copied; detach tensors that it keeps, as in "
+            f"self.loss = loss.detach(), or leave out evaluate_raw ({error})"
+        ) from error
     raw.trainer, raw._metric_attributes = module.trainer, None
 
     def log(name: str, *args: Any, **kwargs: Any) -> None:

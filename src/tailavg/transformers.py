@@ -116,6 +116,7 @@ class TailAverageMixin(Trainer):
     _tail_options: _Options
     _tail_handle: RemovableHandle | None = None
     _last_loaded_step: int  # of TRL's trainers that generate with vLLM
+    _tail_is_loaded: bool = False  # whether the model has the averages of the best checkpoint
 
     def __init__(self, *args: Any, tail_average: TailAverageOption, **kwargs: Any) -> None:
         self._tail_options = _Options.of(tail_average)
@@ -144,7 +145,9 @@ class TailAverageMixin(Trainer):
         arguments = dataloader, description, prediction_loss_only, ignore_keys
         average = self.tail_average
         raw_metrics: dict[str, float] = {}
-        if self._tail_options.evaluate_raw and average is not None and average.count:
+        # in a swap, and once the best model is loaded, the model has averages already
+        has_raw = average is not None and average.count and not average.swapped
+        if self._tail_options.evaluate_raw and has_raw and not self._tail_is_loaded:
             with forked_rng(self.args.device):  # so that training does not change
                 raw = super().evaluation_loop(*arguments, f"{metric_key_prefix}_raw")
             raw_metrics = raw.metrics or {}
@@ -178,6 +181,7 @@ class TailAverageMixin(Trainer):
             return
         if average.count:
             average.copy_to(window=self._tail_options.window)
+            self._tail_is_loaded = True
 
     @contextmanager
     def _averaged(self) -> Iterator[None]:
@@ -247,6 +251,7 @@ class TailAverageMixin(Trainer):
         if self._tail_handle is not None:
             self._tail_handle.remove()
         self._tail_handle = self.tail_average = None
+        self._tail_is_loaded = False
 
     def _start_averaging(self, checkpoint: str | None) -> None:
         options = self._tail_options

@@ -368,6 +368,10 @@ def test_wrong_command_lines(tmp_path):
         ([*names, "--window", "1", "-o", "no/a.safetensors"], "the folder no does not exist"),
         ([*names, "final.safetensors", *ARGUMENTS], "--sort name or --sort mtime"),
         ([*names, *ARGUMENTS, "--accumulators", "3"], "goes with --method anytime"),
+        (
+            [*names, *ARGUMENTS, "--method", "freshest", "--accumulators", "12"],
+            "goes with --method anytime, not freshest",
+        ),
         ([*names, *ARGUMENTS, "--windows", "1"], "--windows replaces --window"),
         (
             [*names, "--windows", "1,0.5", "-o", "a.safetensors"],

@@ -64,11 +64,18 @@ def test_what_is_no_number_after_the_name(line):
     assert told == f"tailavg: no line has a number for 'loss'; the first is line 2: {line!r}"
 
 
+@pytest.mark.parametrize("number", ["1,234.5", "12,345", "1_234", "-1,234,567"])
+def test_thousands_are_not_read_as_a_small_number(number):
+    written, told = failed("-w", "1", "-m", "loss", text=f"loss=900,lr=1\nloss={number}, lr=1\n")
+    assert written == "900\n"
+    assert f"line 2: 'loss={number}, lr=1': expected a number, got '{number}'" in told
+
+
 def test_a_regular_expression():
     text = lines(f"[{step}] {x} | lr 0.1" for step, x in enumerate(TENTH))
     written, told = told_of("-w", "4", "--regex", r"\] (\S+) \|", text=f"start\n{text}")
     assert close(written, AVERAGES)
-    assert told == "tailavg: passed over 1 line without 'value'"
+    assert told == r"tailavg: passed over 1 line without '\] (\S+) \|'"
     written, told = failed("--regex", r"\] (\S+)", text="[0] 1\n[1] much\n")
     assert written == "1\n"
     assert "line 2: '[1] much': expected a number, got 'much'" in told
@@ -234,6 +241,8 @@ def test_trainer_state_of_hugging_face(tmp_path, trained, name):
         assert "choose a field with --field (found: loss, epoch, eval_loss, train_runtime)" in told
         _, told = commands.failed(command, file, "-f", "lost")
         assert "no field 'lost'; there are: loss, epoch, eval_loss, train_runtime" in told
+    _, told = commands.failed("plot", file, "-f", "loss", "--x", "epochs")
+    assert "no field 'epochs'; there are: loss, epoch, eval_loss, train_runtime" in told
 
 
 TENTH_FLOATS = [float(x) for x in TENTH]

@@ -359,6 +359,52 @@ def test_the_training_weights_are_validated_too(loaders):
     assert callback._raw is None
 
 
+class Hooked(Measured):
+    """Prepares validation, and logs, in hooks other than validation_step."""
+
+    def on_validation_start(self):
+        self.total = 0.0
+
+    def on_validation_batch_start(self, batch, index):
+        self.factor = 2.0
+
+    def validation_step(self, batch, index):
+        return self._loss(batch) + torch.rand(())  # the random state must not change
+
+    def on_validation_batch_end(self, outputs, batch, index):
+        self.total += self.factor * float(self._loss(batch))
+        self.log("val_batch", self._loss(batch))
+
+    def on_validation_epoch_end(self):
+        self.log("val_total", self.total)
+
+
+def test_all_hooks_of_validation_see_the_training_weights_too():
+    def run(*callbacks):
+        module, logged = Hooked(), Logged()
+        make_trainer(*callbacks, logged, num_sanity_val_steps=0).fit(module, Batches(), held_out(2))
+        return module, logged.all
+
+    plain_module, plain = run()
+    module, both = run(TailAveraging(0.5, evaluate_raw=True))
+    for step, raw_step in zip(module.steps, plain_module.steps, strict=True):
+        assert all(np.array_equal(step[name], raw_step[name]) for name in step)
+    for metrics, raw in zip(both, plain, strict=True):
+        assert {"val_batch", "val_total"} <= {*raw}
+        assert {name: metrics[f"raw_{name}"] for name in raw} == raw
+
+
+def test_a_module_that_cannot_be_copied():
+    class Keeps(Measured):
+        def training_step(self, batch, index):
+            self.kept = super().training_step(batch, index)
+            return self.kept
+
+    trainer = make_trainer(TailAveraging(0.5, evaluate_raw=True))
+    with pytest.raises(RuntimeError, match=r"evaluate_raw: .* self\.loss = loss\.detach\(\)"):
+        trainer.fit(Keeps(), Batches(), held_out(2))
+
+
 class Loaders(Measured):
     """Validates with several loaders."""
 

@@ -500,6 +500,22 @@ def test_the_training_weights_are_evaluated_too(kind, tmp_path):
     assert predicted["test_raw_loss"] == plain[-1]["eval_one_loss"]
 
 
+def test_averages_in_the_model_are_not_evaluated_as_training_weights(tmp_path):
+    when = {"eval_strategy": "steps", "eval_steps": 4, "save_strategy": "steps", "save_steps": 4}
+    args = arguments(tmp_path, **when, load_best_model_at_end=True)
+    options = {"rule": AnyTail(), "window": 0.5, "evaluate_raw": True}
+    trainer = make("trainer", tiny(), args, options, eval_dataset=tokens(8, 2))
+    trainer.train()
+    assert all("eval_raw_loss" in each for each in evaluations(trainer))
+    metrics = trainer.evaluate()
+    assert metrics["eval_loss"] == trainer.state.best_metric
+    assert "eval_raw_loss" not in metrics
+    trainer.train()
+    assert "eval_raw_loss" in evaluations(trainer)[-1]
+    with trainer.tail_average.average_parameters(1.0):
+        assert "eval_raw_loss" not in trainer.evaluate()
+
+
 def test_evaluate_raw_is_a_flag(tmp_path):
     with pytest.raises(TypeError, match=r"evaluate_raw: expected True or False, got 'yes'"):
         make("trainer", tiny(), arguments(tmp_path), {"rule": 0.5, "evaluate_raw": "yes"})

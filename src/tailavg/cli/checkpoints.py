@@ -214,6 +214,8 @@ def _rule(
         if refused:
             raise typer.BadParameter(f"{option} works only with --method exact, not {method}")
     if method is Method.freshest:
+        if accumulators is not None:
+            raise typer.BadParameter("--accumulators goes with --method anytime, not freshest")
         return Freshest(window)
     rule = parse_rule(window, method or Method.exact, accumulators)
     if decay is None or decay == "linear":  # a linear decay is the plain mean of the window

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
@@ -35,7 +36,9 @@ from tailavg.cli.common import fail
 MANY = 30  # from this many lines on, arrays are faster
 
 # a number after its name, as in loss=0.5, loss: 0.5 or "loss": 0.5
-_NUMBER = r"[-+]?(?:(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|(?:nan|inf(?:inity)?)\b)"
+# 1,234.5 is matched as a whole: parse_number refuses it, and it is not read as 1
+_THOUSANDS = r"\d\d?\d?(?:[,_]\d\d\d)+(?!\d)(?:\.\d+)?"
+_NUMBER = rf"[-+]?(?:{_THOUSANDS}|(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|(?:nan|inf(?:inity)?)\b)"
 _NAMED = rf"(?<![\w./-])['\"]?{{}}['\"]?\s*[=:]\s*['\"]?((?i:{_NUMBER}))"
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # colours and styles of terminals
 
@@ -71,6 +74,7 @@ class PlainInput:
     delimiter: str = ","
     """The character between cells, in input and output; "" until it is guessed from the header."""
     has_axis: bool = False  # whether the first column is the horizontal axis of the others
+    sought: str = ""  # what is searched for, in messages; by default, the columns
     names: list[str] = field(default_factory=list)  # the names of all columns, once known
     suffixes: list[str] = field(default_factory=lambda: [""])  # one for each average of a column
     reader: BlockReader = field(default_factory=BlockReader)
@@ -105,10 +109,14 @@ class PlainInput:
                 raise ValueError(f"{error}, or --column NAME for CSV") from None
             raise
 
-    def lacks(self, numbers: list[float | None]) -> bool:
-        """Return whether a line has no number to average, or no number for the horizontal axis."""
-        lacks_place = self.has_axis and numbers[0] is None
-        return lacks_place or all(number is None for number in numbers[self.has_axis :])
+    def missing(self, numbers: list[float | None]) -> str:
+        """Return what a line lacks, for a message: its numbers, or that of the horizontal axis.
+
+        A line that lacks nothing, or only some of several numbers to average, returns "".
+        """
+        if all(number is None for number in numbers[self.has_axis :]):
+            return self.sought or " or ".join(map(repr, self.columns[self.has_axis :]))
+        return repr(self.columns[0]) if self.has_axis and numbers[0] is None else ""
 
     def head(self, line: str) -> str:
         """Return the part of an output line before its averages, in the format `carries`."""
@@ -282,7 +290,7 @@ class JsonInput(CsvInput):
             if number.__class__ is not float and number is not None:
                 number = _as_float(number, name)
             numbers.append(number)
-        if self.lacks(numbers):
+        if self.missing(numbers):
             return numbers, ""
         key: Any = ""
         if self.by is not None:
@@ -332,7 +340,7 @@ class Rows:
         self.good = 0  # rows with numbers
         self.bad = 0  # skipped rows
         self.first_bad = ""
-        self.empty = 0  # lines without a number
+        self.empty = Counter[str]()  # lines without a number, by what they lack
         self.first_empty = ""
         self.error = ""  # why reading stopped
 
@@ -368,8 +376,8 @@ class Rows:
                 continue
             try:
                 row = parse(line)
-                if self.source.lacks(row.numbers):
-                    self.empty += 1
+                if missing := self.source.missing(row.numbers):
+                    self.empty[missing] += 1
                     self.first_empty = self.first_empty or f"line {self.lines}: {short(line)}"
                     continue
                 self._check(row.numbers)
@@ -414,11 +422,10 @@ class Rows:
                     f"skipped every row, {rows}: none could be read; the first is {self.first_bad}"
                 )
             notes.append(skipped)
-        if self.empty:
-            lines = "1 line" if self.empty == 1 else f"{self.empty} lines"
-            names = " or ".join(map(repr, self.source.columns[self.source.has_axis :]))
+        for names, count in self.empty.items():
+            lines = "1 line" if count == 1 else f"{count} lines"
             passed = f"passed over {lines} without {names}"
-            if not self.good:
+            if not self.good and len(self.empty) == 1:
                 passed = f"no line has a number for {names}; the first is {self.first_empty}"
             notes.append(passed)
         return notes
@@ -452,6 +459,7 @@ def choose_input(
     has_axis = axis is not None
     if regex is not None:
         source: PlainInput = TextInput(names, [_pattern(regex)])
+        source.sought = f"'{regex}'"
     elif match:
         source = TextInput(names, [re.compile(_NAMED.format(re.escape(name))) for name in names])
     elif columns:

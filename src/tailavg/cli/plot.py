@@ -215,7 +215,7 @@ def _read(file: str, is_log: bool, rows: Rows, pause: float | None) -> Iterator[
     signals.act(Act.stop)
     source = rows.source
     if is_log:
-        yield rows.block(rows.body(record_lines(file, source.columns[1:])))
+        yield rows.block(rows.body(record_lines(file, [*source.columns[1:], source.columns[0]])))
         return
     blocks = Blocks(file, pause, text=source.kind == "text")
     try:

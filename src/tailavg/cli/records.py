@@ -30,7 +30,8 @@ def has_records(file: str) -> bool:
     """Return whether `file` is a folder, an event file, or a trainer_state.json."""
     path = Path(file)
     is_events = "tfevents" in path.name and path.suffix not in TEXTS
-    return is_events or path.name.endswith(TRAINER_STATE) or path.is_dir()
+    is_folder = file != "" and path.is_dir()  # Path("") is the current folder
+    return is_events or path.name.endswith(TRAINER_STATE) or is_folder
 
 
 def record_lines(file: str, names: list[str] | None) -> bytes:
