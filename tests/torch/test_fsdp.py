@@ -492,3 +492,27 @@ def phantom_steps_rank():
 
 def test_every_rank_counts_the_same_steps(on_ranks):
     assert on_ranks(2, phantom_steps_rank) == [[0, 1, 2, 3, 4, 5]] * 2
+
+
+def async_rank(folder):
+    """A save in the background has the state at the call, whatever is updated meanwhile."""
+    model = sharded()
+    average, _ = trained(model, AnytimeWindow(20), 45)
+    expected = local_state(average)
+    group = dist.new_group(backend="gloo")
+    saved = dcp.async_save(
+        {"average": average}, checkpoint_id=folder / "async", process_group=group
+    )
+    for t in range(45, 90):
+        fill(model, t)
+        average.update()
+    saved.result()
+    assert local_state(average) != expected
+    fresh = ParameterAverage(sharded(1), AnytimeWindow(20), trainable_only=False)
+    dcp.load({"average": fresh}, checkpoint_id=folder / "async")
+    assert local_state(fresh) == expected
+    return True
+
+
+def test_a_save_in_the_background_has_the_state_at_the_call(tmp_path, on_ranks):
+    assert all(on_ranks(2, async_rank, tmp_path))
