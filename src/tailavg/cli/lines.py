@@ -290,7 +290,7 @@ class JsonInput(CsvInput):
             if number.__class__ is not float and number is not None:
                 number = _as_float(number, name)
             numbers.append(number)
-        if self.missing(numbers):
+        if None in numbers and self.missing(numbers):
             return numbers, ""
         key: Any = ""
         if self.by is not None:
