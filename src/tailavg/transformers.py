@@ -18,7 +18,7 @@ from weakref import WeakSet
 from torch.utils.hooks import RemovableHandle
 
 from tailavg.core.readings import Reading
-from tailavg.core.rules import Rule, as_training_rule, check_window
+from tailavg.core.rules import Rule, as_training_rule, check_window, refuses_decay
 from tailavg.core.windows import AnyWindow, positive_int
 from tailavg.extras import needs
 from tailavg.io.files import saved_folder
@@ -70,6 +70,7 @@ class _Options(NamedTuple):
         window, evaluate_raw = others.pop("window", None), others.pop("evaluate_raw", False)
         if not isinstance(evaluate_raw, bool):
             raise TypeError(f"evaluate_raw: expected True or False, got {evaluate_raw!r}")
+        refuses_decay(dict)(**others)  # raises a TypeError if there is a decay
         try:
             signature(ParameterAverage).bind("model", **others)
         except TypeError as error:

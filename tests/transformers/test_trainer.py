@@ -527,3 +527,9 @@ def test_a_loss_before_the_first_counted_step_is_that_of_the_training_weights(tm
     trainer = make("trainer", tiny(), args, options, eval_dataset=tokens(8, 2))
     trainer.train()
     assert ["eval_raw_loss" in each for each in evaluations(trainer)] == [False, False, True]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_decay_names_the_rule_to_pass(kind, tmp_path):
+    with pytest.raises(TypeError, match=r"decay: pass a rule instead: .* Exponential\(1999\)"):
+        make(kind, tiny(), arguments(tmp_path), {"decay": 0.999})
