@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from torch.utils.data import DataLoader
 from torchmetrics import MeanSquaredError
 
-from tailavg import AnyTail, AnytimeWindow, Decay, Exponential
+from tailavg import AnyTail, AnytimeWindow, Decay, Exponential, Freshest
 from tailavg.lightning import TailAveraging
 from tests.support.lightning_training import (
     STEPS,
@@ -53,6 +53,7 @@ def test_validation_sees_the_averages_and_the_module_has_them_at_last():
         (Exponential(0.25), None),
         (AnyTail(), 0.3),
         (AnyTail(), Decay(0.2, "cosine")),
+        (AnyTail(), Freshest(0.3)),
         (AnyTail(6, 0.25), Decay(0.5, "1-sqrt")),
     ],
 )
