@@ -290,7 +290,9 @@ def test_the_export_is_the_average(name, folder):
     for run in ("first", "second"):
         path = folder / run / name / "export"
         if name == "adapter":
-            export = weights(pytest.importorskip("peft").PeftModel.from_pretrained(model_of(), path))
+            export = weights(
+                pytest.importorskip("peft").PeftModel.from_pretrained(model_of(), path)
+            )
         else:
             export = weights(GPT2LMHeadModel.from_pretrained(path))
         assert same(export, {key: average[key] for key in export})
