@@ -35,7 +35,7 @@ AVERAGE = "tail_average"  # the state of the average, or None before the first s
 REFUSED = {
     strategies.FSDPStrategy: "the original FSDP flattens several weights into one tensor",
     strategies.DeepSpeedStrategy: (
-        "in no ZeRO stage, since its checkpoints leave out the averages that callbacks put there"
+        "in every ZeRO stage, its checkpoints leave out the averages that callbacks put there"
     ),
 }
 
