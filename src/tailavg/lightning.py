@@ -34,7 +34,9 @@ TRAINING = "current_model_state"  # the name that Lightning gives the training w
 AVERAGE = "tail_average"  # the state of the average, or None before the first step
 REFUSED = {
     strategies.FSDPStrategy: "the original FSDP flattens several weights into one tensor",
-    strategies.DeepSpeedStrategy: "DeepSpeed has its own copies of the weights and checkpoints",
+    strategies.DeepSpeedStrategy: (
+        "in every ZeRO stage, its checkpoints leave out the averages that callbacks put there"
+    ),
 }
 
 

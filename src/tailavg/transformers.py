@@ -39,7 +39,6 @@ TailAverageOption = AnyWindow | Rule | Mapping[str, Any]
 
 _OVERRIDDEN = ("_prepare_for_training", "evaluation_loop", "save_model", "_load_best_model")
 _REFUSED = {
-    "is_deepspeed_enabled": "DeepSpeed",
     "is_fsdp_xla_enabled": "FSDP of XLA",
     "is_distributed_loading_by_transformers": "loading a model in shards",
 }
@@ -94,13 +93,34 @@ class _Options(NamedTuple):
         check_window(self.rule, self.window, max(1, counted))
 
 
+class _EngineSteps(TrainerCallback):
+    """Update an average after each step of the DeepSpeed engine of a Trainer.
+
+    A hook of the optimizer would run too early: it steps on a partition of float32 copies, and the
+    engine changes the parameters of the model afterwards.
+    """
+
+    def __init__(self, trainer: Any, average: ParameterAverage) -> None:
+        self._engine, self._average = trainer.deepspeed, average
+        self._callbacks: list[Any] = trainer.callback_handler.callbacks
+        self._callbacks.insert(0, self)  # other callbacks get the updated average, as with a hook
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._engine.was_step_applied():  # otherwise a gradient overflowed
+            self._average.update()
+
+    def remove(self) -> None:
+        self._callbacks.remove(self)
+
+
 class TailAverageMixin(Trainer):
     """Add a tail average to any kind of Trainer: `class MyTrainer(TailAverageMixin, SFTTrainer)`.
 
     Training does not change. Evaluations, predictions, `save_model()` and the best model use the
     averaged weights. A checkpoint holds the training weights as usual, and the state of the average
     in its folder `tail_average`; `resume_from_checkpoint` restores both. With FSDP2, each process
-    averages its own shards, and all of them save the average.
+    averages its own shards, and all of them save the average. With DeepSpeed's ZeRO stages 1 and 2,
+    each process averages all weights.
 
     Args:
         *args: Arguments of the Trainer.
@@ -115,7 +135,7 @@ class TailAverageMixin(Trainer):
     """The average; None before training. Each `train()` starts a new one."""
 
     _tail_options: _Options
-    _tail_handle: RemovableHandle | None = None
+    _tail_handle: RemovableHandle | _EngineSteps | None = None
     _last_loaded_step: int  # of TRL's trainers that generate with vLLM
     _tail_is_loaded: bool = False  # whether the model has the averages of the best checkpoint
 
@@ -242,6 +262,19 @@ class TailAverageMixin(Trainer):
                     f"tail_average: {name} is not supported, since it splits parameters between "
                     "processes; use tailavg.torch.ParameterAverage in your own training loop"
                 )
+        if self.is_deepspeed_enabled:
+            plugin = self.accelerator.state.deepspeed_plugin
+            if plugin.zero_stage == 3:
+                raise ValueError(
+                    "tail_average: DeepSpeed's ZeRO stage 3 is not supported, since it partitions "
+                    'the parameters; use stage 1 or 2, or FSDP2: fsdp_config={"version": 2}'
+                )
+            parallel = plugin.deepspeed_config.get("tensor_parallel", {})
+            if parallel.get("autotp_size", 0) > 1:
+                raise ValueError(
+                    "tail_average: tensor parallelism of DeepSpeed is not supported, since each "
+                    "process has other parameters; remove autotp_size, or use FSDP2"
+                )
         if self.is_fsdp_enabled and not self.accelerator.is_fsdp2:
             raise ValueError(
                 "tail_average: the original FSDP is not supported, since it replaces the "
@@ -272,7 +305,9 @@ class TailAverageMixin(Trainer):
             folder = Path(checkpoint, FOLDER)
             if not self._load_average(average, folder):
                 logger.warning("%s not found: averaging starts here", folder)
-        self._tail_handle = average.attach(optimizer)
+        self._tail_handle = (
+            _EngineSteps(self, average) if self.is_deepspeed_enabled else average.attach(optimizer)
+        )
         self.tail_average = average
 
 

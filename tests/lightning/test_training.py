@@ -437,8 +437,12 @@ def test_two_callbacks_are_refused():
         make_trainer(TailAveraging(0.25), TailAveraging(0.5))
 
 
-@pytest.mark.parametrize("strategy", [FSDPStrategy, DeepSpeedStrategy])
-def test_strategies_that_are_refused(strategy):
+@pytest.mark.parametrize(
+    ("strategy", "reason"),
+    [(FSDPStrategy, "flattens several"), (DeepSpeedStrategy, "in every ZeRO stage")],
+)
+def test_strategies_that_are_refused(strategy, reason):
     trainer = SimpleNamespace(strategy=object.__new__(strategy))
-    with pytest.raises(TypeError, match=f"not support {strategy.__name__}: .* ModelParallelStr"):
+    message = f"not support {strategy.__name__}: .*{reason}.* ModelParallelStr"
+    with pytest.raises(TypeError, match=message):
         TailAveraging(0.25).setup(trainer, Net(), "fit")

@@ -244,3 +244,17 @@ def test_an_average_tells_whether_it_is_swapped():
     assert average.swapped
     average.restore()
     assert not average.swapped
+
+
+def test_an_optimizer_that_loses_the_parameters_is_refused_at_its_first_step():
+    """As by `deepspeed.initialize`, after which the optimizer trains copies."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    average = ParameterAverage(model, 0.5)
+    average.attach(optimizer)
+    (group,) = optimizer.param_groups
+    group["params"] = [torch.ones(3, requires_grad=True)]
+    group["params"][0].grad = torch.ones(3)
+    with pytest.raises(ValueError, match=r"with DeepSpeed, .* call update\(\) after each engine"):
+        optimizer.step()
+    assert average.count == 0

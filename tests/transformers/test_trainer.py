@@ -2,6 +2,8 @@
 
 import json
 import warnings
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -441,10 +443,22 @@ def test_what_cannot_be_right_is_refused(tmp_path):
         short.train()
     assert short.state.global_step == 0
 
-    for flag in ("is_deepspeed_enabled", "is_fsdp_xla_enabled"):
+    sharded = trainer()
+    sharded.is_fsdp_xla_enabled = True
+    with pytest.raises(ValueError, match="is not supported, since it splits"):
+        sharded._check_sharding()
+    for stage, parallel, message in (
+        (3, 1, "ZeRO stage 3 is not supported, .* use stage 1 or 2, or FSDP2"),
+        (1, 2, "tensor parallelism of DeepSpeed is not supported"),
+        (1, 1, None),
+        (2, 1, None),
+    ):
         sharded = trainer()
-        setattr(sharded, flag, True)
-        with pytest.raises(ValueError, match="is not supported, since it splits"):
+        sharded.is_deepspeed_enabled = True
+        config = {"tensor_parallel": {"autotp_size": parallel}}
+        plugin = SimpleNamespace(zero_stage=stage, deepspeed_config=config)
+        sharded.accelerator = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin))
+        with pytest.raises(ValueError, match=message) if message else nullcontext():
             sharded._check_sharding()
     model = tiny()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

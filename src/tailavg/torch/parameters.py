@@ -138,6 +138,7 @@ class ParameterAverage(CountedUpdates):
         self._accumulators = Accumulators(rule, self._tracking.locals, dtype, device, offload)
         self._saved: SavedWeights | None = None  # the training weights, during a swap
         self._handle: RemovableHandle | None = None
+        self._has_stepped = False  # whether the attached optimizer has
 
     def update(self) -> None:
         """Take the current parameters as one sample; call this after the optimizer's step.
@@ -199,14 +200,12 @@ class ParameterAverage(CountedUpdates):
             except AttributeError:  # a wrapper, such as accelerate's
                 inner = getattr(inner, "optimizer", None)
             else:
-                trained = [p for group in inner.param_groups for p in group["params"]]
-                if not self._tracking.averages_any(trained):
+                try:
+                    self._require_trained_by(inner)
+                except ValueError:
                     handle.remove()
-                    raise ValueError(
-                        f"attach: this {type(inner).__name__} has none of the averaged parameters; "
-                        "attach the optimizer that trains them"
-                    )
-                self._handle = handle
+                    raise
+                self._handle, self._has_stepped = handle, False
                 return handle
         raise TypeError(
             "attach: expected an optimizer of torch, or a wrapper that has one as its `optimizer`, "
@@ -218,7 +217,19 @@ class ParameterAverage(CountedUpdates):
         handle = self._handle
         return handle is not None and handle.id in (handle.hooks_dict_ref() or ())
 
+    def _require_trained_by(self, optimizer: Optimizer) -> None:
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        if not self._tracking.averages_any(trained):
+            raise ValueError(
+                f"attach: this {type(optimizer).__name__} has none of the averaged parameters; "
+                "attach the optimizer that trains them, or with DeepSpeed, whose optimizers train "
+                "copies, call update() after each engine.step()"
+            )
+
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if not self._has_stepped:  # deepspeed.initialize may have replaced its parameters
+            self._require_trained_by(optimizer)
+            self._has_stepped = True
         if has_trained(optimizer):
             self._update()
 
