@@ -32,7 +32,7 @@ __all__ = [
 Tree: TypeAlias = Any
 Like = TypeVar("Like")  # a tree of the same kind
 TreeReading = Reading | Array
-"""A window or `Decay` to read an `AnyTail` with; an array may be traced."""
+"""A window, `Freshest` or `Decay` to read an `AnyTail` with; an array may be traced."""
 
 
 class Bundle(NamedTuple):

@@ -180,7 +180,7 @@ class TailAverage:
         self._atomically(self._add, sample, None if number else sample.shape)
 
     def value(self, window: Reading | None = None) -> Any:
-        """Return the average: a float, or a new array. An `AnyTail` needs a window or a `Decay`.
+        """Return the average: a float, or a new array. An `AnyTail` needs a `window`.
 
         Examples:
             >>> TailAverage(100).value()

@@ -106,7 +106,7 @@ class TailAverages(Mapping[Any, TailAverage]):
             self._hold([([key], np.array([-1]), as_row(average))])
 
     def value(self, key: Hashable, window: Reading | None = None) -> float:
-        """Return the average of a key. An `AnyTail` needs a window or a `Decay`.
+        """Return the average of a key. An `AnyTail` needs a `window`.
 
         Examples:
             >>> TailAverages(100).value("loss")
@@ -133,7 +133,7 @@ class TailAverages(Mapping[Any, TailAverage]):
     def scan(self, keys: Any, xs: Any, window: Reading | None = None) -> Array:
         """Take many samples. Return after each sample the average of its key.
 
-        Keys may come in any order. An `AnyTail` needs a window or a `Decay`.
+        Keys may come in any order. An `AnyTail` needs a `window`.
 
         Examples:
             >>> TailAverages(0.5).scan([1, 2, 1, 2], [1.0, 10.0, 2.0, 20.0])
