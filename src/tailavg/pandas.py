@@ -66,7 +66,7 @@ def tail_mean(
             `groupby` has the index of the data, without the columns of the keys.
         rule: How many samples to average, and how: a number (an int n for the last n, a float in
             (0, 1] for the last fraction), a window or a rule, as for `TailAverage`.
-        window: The window, `Freshest` or `Decay` to read an `AnyTail` with. Others have their own.
+        window: What to read an `AnyTail` with: a window, a `Freshest` or a `Decay`.
         by: What to group by: anything that `groupby` takes. Rows with a missing key have a missing
             average.
         nan_policy: How to treat missing values. `"omit"` skips them, as `mean` and `ewm` do in

@@ -47,7 +47,7 @@ def tail_mean(
             and `group_by` call them once per group.
         rule: How many samples to average, and how: a number (an int n for the last n, a float in
             (0, 1] for the last fraction), a window or a rule, as for `TailAverage`.
-        window: The window, `Freshest` or `Decay` to read an `AnyTail` with. Others have their own.
+        window: What to read an `AnyTail` with: a window, a `Freshest` or a `Decay`.
         by: What to group by: names or expressions; for a Series, another Series or a list of them.
             The result is the same as with `over`, and much faster if there are many groups. A
             DataFrame keeps the columns that it is grouped by.
