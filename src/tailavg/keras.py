@@ -60,8 +60,8 @@ class TailAveraging(keras.callbacks.Callback):  # type: ignore[misc]
     Args:
         rule: A number (an int n for the last n steps, a float in (0, 1] for the last fraction of
             them), a window or a rule.
-        window: The fraction, `Freshest` or `Decay` with which an `AnyTail` is read. Other rules have
-            their own window.
+        window: What to read an `AnyTail` with: a fraction, a `Freshest` or a `Decay`. Other rules
+            have their own window.
         swap_on_epoch: Whether the averages stay in the model from the end of an epoch to the
             beginning of the next, as in `SwapEMAWeights`: then callbacks that come after this one,
             such as `ModelCheckpoint` and `EarlyStopping`, save what was validated.
