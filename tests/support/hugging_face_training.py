@@ -29,6 +29,24 @@ def tiny(seed=0, **options):
     return GPT2LMHeadModel(GPT2Config(**sizes | options, bos_token_id=0, eos_token_id=0))
 
 
+def new_run() -> None:
+    """Forget what accelerate remembers of the Trainer before."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def model_of(adapter=False, seed=0):
+    """A model without dropout, or one with a LoRA adapter on it."""
+    model = tiny(seed, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    if not adapter:
+        return model
+    import peft
+
+    lora = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+    return peft.get_peft_model(model, lora)
+
+
 def tokens(size=48, seed=1):
     rows = torch.randint(16, (size, 8), generator=torch.Generator().manual_seed(seed))
     return [{"input_ids": row, "labels": row} for row in rows]

@@ -32,8 +32,9 @@ from tests.support.hugging_face_training import (
     close,
     first_is_best,
     make,
+    model_of,
+    new_run,
     same,
-    tiny,
     tokens,
     weights,
 )
@@ -70,23 +71,6 @@ def config_of(stage, optimizer_on_cpu=False, **options):
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": "auto"},
     } | options
-
-
-def new_run() -> None:
-    """Forget what accelerate remembers of the Trainer before."""
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-
-
-def model_of(adapter=False, seed=0):
-    model = tiny(seed, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
-    if not adapter:
-        return model
-    import peft
-
-    lora = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
-    return peft.get_peft_model(model, lora)
 
 
 def trainer_of(
