@@ -419,3 +419,9 @@ def test_before_the_first_update_every_window_is_the_tree():
     state = average.init(tree)
     assert_same(average.value(state, window=0.5), tree)  # before the first update
     assert state.size == pytest.approx(0.1)
+
+
+def test_other_averages_refuse_a_window_that_is_an_array(filled):
+    _, _, numpy = filled
+    with pytest.raises(TypeError, match=r"window: expected an int .* got Array\(0\.3"):
+        numpy.value(Freshest(jnp.asarray(0.3)))

@@ -38,8 +38,8 @@ class ByAge(ABC):
     window: Window
 
     def size(self, t: Any) -> Any:
-        """Return the size of the window, k_t."""
-        return self.window.size(t)
+        """Return the size of the window, k_t. Raise if the window is an array of JAX."""
+        return as_window(self.window).size(t)
 
     def weights(self, t: int) -> Reals:
         """Return the weight of each of t samples, oldest first, if all of them are kept.
