@@ -16,6 +16,13 @@ A state is a dict of plain data:
   into a mean; for an `Exponential`, the sum of the samples after step `folded`, where sample i is
   multiplied by (1 - decay(i)) / (decay(folded + 2) ⋯ decay(i))
 
+An average with `variance=True` has two more:
+
+- `variances`: for each block, the mean squared deviation of its samples from the mean, stacked like
+  `blocks`
+- `squares`: like `partial`, for (x - shift)². The shift is the last mean in `blocks`. While that
+  block has no sample in its mean, its place in `blocks` holds its first sample.
+
 If samples are numbers, `blocks` is a list, and the state can be written as JSON. A complex number
 is then a list of its real and imaginary parts, and a number in extended precision is a string.
 
@@ -65,7 +72,7 @@ __all__ = [
     "by_name",
     "check",
     "check_keyed",
-    "check_nan_policy",
+    "check_model_state",
     "check_steps",
     "keyed_state",
     "named",
@@ -99,7 +106,8 @@ _FIELDS: dict[str, Any] = _HEADER | {
     "folded": int,
     "partial": (int, float, complex, str, list, tuple, np.number, np.ndarray, Mapping),
 }
-_ARRAYS = ("starts", "blocks", "partial")
+_SPREAD = {"variances": _FIELDS["blocks"], "squares": _FIELDS["partial"]}
+_ARRAYS = ("starts", "blocks", "partial", *_SPREAD)
 _LISTS = ("keys", "counts", "starts", "blocks", "folded", "partial")
 _DTYPES = {np.dtype(code).name: np.dtype(code) for code in "fdgFDG"}
 _TYPES: dict[str, Any] = {
@@ -164,8 +172,9 @@ def state(
     blocks: Any,
     folded: int,
     partial: Any,
+    **spread: Any,
 ) -> dict[str, Any]:
-    """Return a state in this layout."""
+    """Return a state in this layout. `spread` is `variances` and `squares`, or nothing."""
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -178,6 +187,7 @@ def state(
         "blocks": blocks,
         "folded": folded,
         "partial": partial,
+        **spread,
     }
 
 
@@ -270,12 +280,22 @@ def no_samples_error(call: str, hint: str = "") -> ValueError:
     return ValueError(f"{call}: expected at least one sample before the first read, got none{hint}")
 
 
-def check_nan_policy(state: Mapping[str, Any]) -> None:
-    """Raise a ValueError unless NaNs propagate: averages of models have no other policy."""
+def check_model_state(state: Mapping[str, Any], variance: bool = False) -> None:
+    """Raise a ValueError unless an average of a model, with or without variances, can have a state.
+
+    Such an average has no nan_policy: NaNs propagate.
+    """
     if state["nan_policy"] != "propagate":
         raise ValueError(
             f"state: nan_policy: expected 'propagate', got {state['nan_policy']!r}; load the state "
             "with TailAverage"
+        )
+    if ("variances" in state) != variance:
+        raise ValueError(
+            "state: it was saved without variance=True, so the variance is unknown"
+            if variance
+            else "state: it was saved with variance=True; load it into an average that was created "
+            "with variance=True (TailAverage or ParameterAverage)"
         )
 
 
@@ -296,7 +316,9 @@ def check(state: Any) -> dict[str, Any]:
     Raises:
         ValueError: If keys, types or version are not those of this layout.
     """
-    _check_fields(state, FORMAT, _FIELDS, {"calls": int})
+    _check_fields(state, FORMAT, _FIELDS, {"calls": int} | _SPREAD)
+    if len(spread := [name for name in _SPREAD if name in state]) == 1:
+        raise ValueError(f"state: has {spread[0]} without the other of {', '.join(_SPREAD)}")
     checked, dtype = dict(state), state["dtype"]
     if dtype is not None and dtype not in _DTYPES:
         raise ValueError(
@@ -309,7 +331,7 @@ def check(state: Any) -> dict[str, Any]:
             f"state: starts: expected a list of ints, got {short_repr(state['starts'])}"
         )
     if dtype is not None and state["scalar"]:
-        for key in ("blocks", "partial"):
+        for key in ("blocks", "partial", *spread):
             try:
                 checked[key] = _from_json(state[key], _DTYPES[dtype])
             except (ValueError, TypeError, OverflowError) as error:
@@ -428,7 +450,7 @@ def _write_npz(
     path: str | os.PathLike[str], state: Mapping[str, Any], names: Sequence[str]
 ) -> None:
     """Write the fields in `names` as arrays, and the others as JSON in the array `header`."""
-    arrays = {name: np.asarray(state[name]) for name in names}
+    arrays = {name: np.asarray(state[name]) for name in names if name in state}
     if objects := [name for name, array in arrays.items() if array.dtype.hasobject]:
         raise ValueError(f"state: {', '.join(objects)}: expected numbers, got objects")
     header = json.dumps({name: value for name, value in state.items() if name not in arrays})
@@ -446,6 +468,7 @@ def _read_npz(path: str | os.PathLike[str], names: Sequence[str]) -> dict[str, A
                     _check_size(array, member)
         stream.seek(0)
         with np.load(stream, allow_pickle=False) as file:
+            names = [name for name in names if name in file or name not in _SPREAD]
             arrays = {name: np.asarray(file[name]) for name in names}  # np.load may return bytes
             return {**json.loads(str(file["header"])), **arrays}
 
