@@ -241,9 +241,14 @@ def unnamed(state: Mapping[str, Any]) -> dict[str, Any]:
         names = list(state["partial"])
         raise ValueError(f"state: TailAverage takes a single array, got {names}")
     (shape,) = map(np.shape, state["partial"].values())
-    blocks, partial = by_name(state, {"": shape})
-    means = np.array([block[""] for block in blocks]).reshape(len(blocks), *shape)
-    return {**state, "blocks": means, "partial": partial[""]}
+    changed = {}
+    for of_blocks, of_sum in ("blocks", "partial"), tuple(_SPREAD):
+        if of_sum in state:
+            renamed = {**state, "blocks": state[of_blocks], "partial": state[of_sum]}
+            blocks, partial = by_name(renamed, {"": shape})
+            arrays = np.array([block[""] for block in blocks]).reshape(len(blocks), *shape)
+            changed |= {of_blocks: arrays, of_sum: partial[""]}
+    return {**state, **changed}
 
 
 def as_json(numbers: npt.NDArray[Any]) -> Any:

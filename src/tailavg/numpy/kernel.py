@@ -7,7 +7,9 @@ the array operations of `tailavg.numpy.fallback` instead.
 Samples are the rows of a matrix `xs`, and the averages after each sample are the rows of `out`; a
 stream of numbers is a matrix with one column. The state is changed in place: the `means` and
 `starts` of the blocks, oldest first, and in `sums` the sum of the samples since step `folded`. A
-window is a tuple of six numbers: see `window_numbers`.
+window is a tuple of six numbers: see `window_numbers`. With `variance=True`, the state also has the
+`variances` of the blocks and the `squares` of the deviations since step `folded`; otherwise these
+arrays are empty. What to write to `out` is a `Statistic` as two numbers.
 
 Read `scan_blocks` first, then the functions that it calls.
 """
@@ -27,6 +29,7 @@ import numpy as np
 from tailavg.core.clock import FOLD, SMALLEST
 from tailavg.core.equation import weights
 from tailavg.core.windows import TIE, Fixed, Window
+from tailavg.numpy.arithmetic import MEAN, NOISE, STD
 
 __all__ = ["LONG", "SHORT", "installed", "kernel", "window_numbers"]
 
@@ -89,10 +92,26 @@ def decay_at(t: Any, window: Any) -> Any:
     return abs(weights(old, 1.0, excess, math.sqrt)[1])
 
 
-def fold_sums(means: Any, sums: Any, total: Any, weight: Any, carry: Any) -> None:
+def fold_sums(
+    means: Any, sums: Any, variances: Any, squares: Any, total: Any, weight: Any, carry: Any
+) -> None:
     """Merge the sums into the newest means, as `tailavg.numpy.arithmetic.joined` does."""
     kind = sums.dtype.type
     mean = means[-1]
+    if len(squares) > 0:
+        variance = variances[-1]
+        for j in range(len(squares)):  # as `tailavg.numpy.arithmetic.joined_variance` does
+            moved = sums[j] / kind(total) - mean[j]
+            fresh = (squares[j] - kind(total * weight) * moved * moved) / kind(total)
+            joint, lost = fresh, kind(0.0)
+            if weight != 1.0:
+                step = (fresh - variance[j]) * kind(weight)
+                joint = variance[j] + step
+                lost = (step - (joint - variance[j])) * kind(carry)
+                if lost - lost != 0.0:
+                    joint = variance[j] * kind(1.0 - weight) + fresh * kind(weight)
+                    lost = kind(0.0)
+            variance[j], squares[j] = kind(0.0) if joint < 0.0 else joint, lost
     if weight == 1.0:
         for j in range(len(sums)):
             mean[j] = sums[j] / kind(total)
@@ -109,23 +128,33 @@ def fold_sums(means: Any, sums: Any, total: Any, weight: Any, carry: Any) -> Non
         mean[j], sums[j] = joint, lost
 
 
-def open_block(means: Any, starts: Any, gone: int, t: int) -> None:
+def open_block(means: Any, variances: Any, starts: Any, gone: int, t: int) -> None:
     """Open a block at step t. Block `gone` is dropped, or merged with the one before it."""
     kind = means.dtype.type
+    spread = len(variances) > 0
     last = len(starts) - 1
     if gone > 0:
         end = starts[gone + 1] if gone < last else t
         weight = (end - starts[gone]) / (end - starts[gone - 1])
         for j in range(means.shape[1]):
             kept = means[gone - 1, j] * kind(1.0 - weight)
+            if spread:
+                apart = means[gone, j] - means[gone - 1, j]
+                within = variances[gone - 1, j] * kind(1.0 - weight)
+                within += variances[gone, j] * kind(weight)
+                variances[gone - 1, j] = within + kind(weight * (1.0 - weight)) * apart * apart
             means[gone - 1, j] = kept + means[gone, j] * kind(weight)
     for block in range(gone, last):
         starts[block] = starts[block + 1]
         for j in range(means.shape[1]):
             means[block, j] = means[block + 1, j]
+            if spread:
+                variances[block, j] = variances[block + 1, j]
     starts[last] = t
     for j in range(means.shape[1]):
         means[last, j] = 0.0
+        if spread:
+            variances[last, j] = 0.0
 
 
 def fill_weights(
@@ -247,6 +276,90 @@ def scan_rows(
                 out[j] += of_sum * sums[j]
 
 
+def add_squares(xs: Any, at: int, n: int, j: int, factors: Any, shift: Any, total: Any) -> Any:
+    """Return a sum, to which squared deviations of n samples, times factors, are added."""
+    kind = xs.dtype.type
+    for i in range(n):
+        apart = xs[at + i, j] - shift
+        total += apart * apart * kind(factors[i])
+    return total
+
+
+def scan_spread(
+    xs: Any,
+    out: Any,
+    at: int,
+    n: int,
+    j: int,
+    factors: Any,
+    of_sum: Any,
+    room: Any,
+    shift: Any,
+    total: Any,
+    squares: Any,
+    statistic: Any,
+) -> Any:
+    """Add n samples of column j to both sums, write variances, and return the sums.
+
+    Deviations are taken from the `shift`. Four rows of `room` have, for each step, the share of
+    older blocks in the mean and in the mean square of these deviations, the weight of the samples
+    in the sum, and the sum of the squared weights of all samples.
+    """
+    kind, (of, ddof) = xs.dtype.type, statistic
+    first, second, in_sum, weights_squared = room[0], room[1], room[2], room[3]
+    firsts, seconds = room[4], room[5]
+    for i in range(n):
+        x = xs[at + i, j]
+        apart = x - shift
+        total += x * kind(factors[i])
+        squares += apart * apart * kind(factors[i])
+        firsts[i], seconds[i] = total, squares
+    middle, noise = float(shift), NOISE * np.finfo(xs.dtype).eps
+    for i in range(n):
+        moved = first[i] + (of_sum[i] * firsts[i] - in_sum[i] * middle)
+        variance = second[i] + of_sum[i] * seconds[i] - moved * moved
+        limit = noise * (middle + moved)
+        variance = 0.0 if variance <= limit * limit else variance
+        seconds[i] = variance / (1.0 - weights_squared[i]) if ddof else variance
+    for i in range(n):
+        out[at + i, j] = kind(math.sqrt(seconds[i]) if of == STD else seconds[i])
+    return total, squares
+
+
+def fill_spread(
+    room: Any,
+    each: Any,
+    of_old: Any,
+    n: int,
+    old: float,
+    new: float,
+    in_sum: float,
+    means: Any,
+    variances: Any,
+    j: int,
+    oldest: int,
+    blocks: Any,
+    sizes: Any,
+) -> None:
+    """Write four rows of `room` for `scan_spread`. The arguments are those of `scan_numbers`."""
+    shift = float(means[-1, j])
+    old_first, old_second, newer_first, newer_second = 0.0, 0.0, 0.0, 0.0
+    if oldest >= 0:
+        old_first = means[oldest, j] - shift
+        old_second = variances[oldest, j] + old_first * old_first
+    for block in range(len(blocks)):
+        apart = means[blocks[block], j] - shift
+        newer_first += sizes[block] * apart
+        newer_second += sizes[block] * (variances[blocks[block], j] + apart * apart)
+    inverse = 1.0 / old if oldest >= 0 else 0.0
+    for i in range(n):
+        room[0, i] = of_old[i] * old_first + each[i] * newer_first
+        room[1, i] = of_old[i] * old_second + each[i] * newer_second
+        room[2, i] = each[i] * (in_sum + _RAMP[i])
+        new_squared = each[i] * each[i] * (new + _RAMP[i])
+        room[3, i] = new_squared + of_old[i] * of_old[i] * inverse
+
+
 def scan_blocks(
     xs: Any,
     out: Any,
@@ -257,12 +370,15 @@ def scan_blocks(
     starts: Any,
     means: Any,
     sums: Any,
+    variances: Any,
+    squares: Any,
     plan: Any,
     ends: Any,
     window: Any,
     steady: bool,
     each: Any,
     of_old: Any,
+    statistic: Any,
 ) -> None:
     """Scan samples into rows of a table: samples bounds[i, 0] to bounds[i, 1] into rows[i].
 
@@ -273,11 +389,13 @@ def scan_blocks(
     width, last = xs.shape[1], starts.shape[1] - 1
     numbers, averages = xs.reshape(xs.size), out.reshape(out.size)
     blocks, sizes = np.empty(last + 1, np.int64), np.empty(last + 1)
-    room = np.empty(FOLD, xs.dtype)
+    room, spread = np.empty(FOLD, xs.dtype), squares.shape[1] > 0
+    ones, spread_room = np.ones(FOLD), np.empty((6, FOLD))
     begin = ends[0] - plan[0, 0]
     for i in range(len(rows)):
         row, at, stop = rows[i], bounds[i, 0], bounds[i, 1]
         t, fold, start, mean, total = counts[row], folded[row], starts[row], means[row], sums[row]
+        variance, square = variances[row], squares[row]
         run, repeated, above = 0, 0, len(ends) - 1
         while run < above:  # find the run of the next sample
             middle = (run + above) // 2
@@ -290,13 +408,18 @@ def scan_blocks(
             turns = gone >= 0 and t == end - plan[run, 0]
             if t - fold >= FOLD or (turns and t > fold):
                 size = t - start[last]
-                fold_sums(mean, total, t - fold, (t - fold) / size, size)
+                fold_sums(mean, total, variance, square, t - fold, (t - fold) / size, size)
                 fold = t
             if turns:
-                open_block(mean, start, gone, t)
+                open_block(mean, variance, start, gone, t)
                 fold = t
                 for j in range(width):
                     total[j] = 0.0
+                    if spread:
+                        square[j] = 0.0
+            if spread and t == start[last]:  # the first sample is the shift
+                for j in range(width):
+                    mean[last, j] = xs[at, j]
             first = oldest + 1 if oldest >= 0 else last
             old = start[first] - start[oldest] if oldest >= 0 else 0
             n = min(stop - at, end - t, FOLD - (t - fold))
@@ -306,7 +429,36 @@ def scan_blocks(
                 fill_weights(each, of_old, place, n, float(old), new, float(t), window)
             newer = blocks[: newer_blocks(start, fold, first, blocks, sizes)]
             oldest = oldest if old > 0 else -1
-            if width == 1:
+            if statistic[0] != MEAN:
+                weights_now = each[place : place + n], of_old[place : place + n], n
+                counts_now = float(old), float(t - start[first]), float(t - fold)
+                for j in range(width):
+                    fill_spread(
+                        spread_room,
+                        *weights_now,
+                        *counts_now,
+                        mean,
+                        variance,
+                        j,
+                        oldest,
+                        newer,
+                        sizes,
+                    )
+                    total[j], square[j] = scan_spread(
+                        xs,
+                        out,
+                        at,
+                        n,
+                        j,
+                        ones,
+                        weights_now[0],
+                        spread_room,
+                        mean[last, j],
+                        total[j],
+                        square[j],
+                        statistic,
+                    )
+            elif width == 1:
                 scan_numbers(
                     numbers,
                     averages,
@@ -324,6 +476,9 @@ def scan_blocks(
                 )
             else:
                 scan_rows(xs, out, at, n, total, each, of_old, place, oldest, mean, newer, sizes)
+            if spread and statistic[0] == MEAN:
+                for j in range(width):
+                    square[j] = add_squares(xs, at, n, j, ones, mean[last, j], square[j])
             at += n
             t += n
             if t == end:
@@ -353,7 +508,8 @@ def scan_small_blocks(
     kind = xs.dtype.type
     closed, size = len(means) - 1, len(each)
     if in_sum > 0:
-        fold_sums(means, sums, in_sum, in_sum / size, size)
+        nothing = means[:0], sums[:0]
+        fold_sums(means, sums, *nothing, in_sum, in_sum / size, size)
     most = max(1, _TOGETHER // size)
     averages = np.empty(closed + most, xs.dtype)  # of the blocks before, then of these blocks
     room = np.empty(most, xs.dtype)
@@ -465,8 +621,11 @@ def scan_decaying(
     folded: Any,
     means: Any,
     sums: Any,
+    variances: Any,
+    squares: Any,
     steady: int,
     window: Any,
+    statistic: Any,
 ) -> None:
     """Scan the samples of each row of a table into an exponential average.
 
@@ -474,23 +633,50 @@ def scan_decaying(
     """
     numbers, averages = xs.reshape(xs.size), out.reshape(out.size)
     scales, factors, room = np.empty(FOLD), np.empty(FOLD), np.empty(FOLD, xs.dtype)
+    width, spread, spread_room = xs.shape[1], squares.shape[1] > 0, np.empty((6, FOLD))
     for group in range(len(counts)):
         at, end = bounds[group], bounds[group + 1]
         if at == end:
             continue
         t, in_sum = counts[group], counts[group] - folded[group]
-        mean, total = means[group], sums[group]
+        mean, total, variance, square = means[group], sums[group], variances[group], squares[group]
         most, decay = fill_factors(scales, factors, t - in_sum, max(1, in_sum), window)
         while at < end:
             if in_sum >= most:
                 of_mean, of_sum = decay * scales[in_sum - 1], scales[in_sum - 1]
                 if t - in_sum < steady:
                     most, decay = fill_factors(scales, factors, t, 1, window)
-                fold_sums(mean, total, (1.0 - of_mean) / of_sum, 1.0 - of_mean, decay)
+                how = (1.0 - of_mean) / of_sum, 1.0 - of_mean, decay
+                fold_sums(mean, total, variance, square, *how)
                 in_sum = 0
             n = min(end - at, most - in_sum)
             factor, scale = factors[in_sum : in_sum + n], scales[in_sum : in_sum + n]
-            if xs.shape[1] == 1:
+            if spread and t == 0:  # the first sample is the shift
+                for j in range(width):
+                    mean[0, j] = xs[at, j]
+            if statistic[0] != MEAN:
+                for j in range(width):
+                    for i in range(n):
+                        kept = decay * scale[i]
+                        spread_room[0, i], spread_room[1, i] = 0.0, kept * variance[0, j]
+                        spread_room[2, i] = 1.0 - kept
+                        step = float(t) + _RAMP[i]
+                        spread_room[3, i] = 1.0 / min(step, size_at(step, window))
+                    total[j], square[j] = scan_spread(
+                        xs,
+                        out,
+                        at,
+                        n,
+                        j,
+                        factor,
+                        scale,
+                        spread_room,
+                        mean[0, j],
+                        total[j],
+                        square[j],
+                        statistic,
+                    )
+            elif xs.shape[1] == 1:
                 if len(out):
                     chunk = averages[at : at + n]
                     total[0] = add_decaying(numbers[at : at + n], chunk, factor, total[0])
@@ -500,6 +686,9 @@ def scan_decaying(
             else:
                 rows = out[at : at + n] if len(out) else out
                 scan_decaying_rows(xs[at : at + n], rows, mean[0], total, factor, scale, decay)
+            if spread and statistic[0] == MEAN:
+                for j in range(width):
+                    square[j] = add_squares(xs, at, n, j, factor, mean[0, j], square[j])
             at += n
             t += n
             in_sum += n
@@ -556,6 +745,9 @@ _LOOPS: list[Any] = [
     add_numbers,
     scan_numbers,
     scan_rows,
+    add_squares,
+    scan_spread,
+    fill_spread,
     scan_blocks,
     scan_small_blocks,
     fill_factors,
