@@ -152,8 +152,8 @@ def _fold(
     """Fold the sums into the newest mean and variance. Return the rounding errors."""
     how = clock.fold()
     if len(squares):
-        folded = joined_variance(means[-1], variances[-1], total, squares, *how)
-        variances[-1], squares = folded
+        variances[-1], lost = joined_variance(means[-1], variances[-1], total, squares, *how)
+        squares = np.zeros_like(squares) + lost
     means[-1], total = joined(means[-1], total, *how)
     return total, squares
 

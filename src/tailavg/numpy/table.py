@@ -330,8 +330,8 @@ class Table:
             mean, variance = fallback.scan_decaying(
                 clock, mean, variance, xs[span], averages, statistic
             )
-            self.squares[row] = 0.0
-            self.variances[row] = variance
+            if self.variance:
+                self.variances[row, 0], self.squares[row] = variance, 0.0
             count = clock.count + len(xs[span])
             clock.resume(count, [0], count)
             self.counts[row] = self.folded[row] = count
