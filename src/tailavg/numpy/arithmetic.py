@@ -55,6 +55,11 @@ class Statistic(NamedTuple):
             raise ValueError(f"ddof: expected 0 or 1, got {ddof!r}")
         return cls(get_args(Of).index(of), ddof)
 
+    @property
+    def name(self) -> Of:
+        """The name of the statistic."""
+        return get_args(Of)[self.of]  # type: ignore[no-any-return]
+
     def of_spread(self, spread: Any, weights_squared: Any) -> Any:
         """Return the statistic, given the weighted mean squared deviation and Σ α²."""
         if self.ddof:

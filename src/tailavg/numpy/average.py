@@ -39,7 +39,7 @@ from tailavg.numpy.kernel import kernel, window_numbers
 from tailavg.numpy.samples import Samples
 from tailavg.numpy.table import Table
 
-__all__ = ["TailAverage", "Windows"]
+__all__ = ["TailAverage", "Windows", "has_nan", "no_variance_error", "numbers"]
 
 SPREAD = 4
 """The least number of blocks from which a standard error is estimated."""
@@ -271,7 +271,7 @@ class TailAverage:
 
         Examples:
             >>> average = TailAverage(4, variance=True)
-            >>> average.update_many([1e9, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+            >>> average.update_many([1e9, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
             >>> average.variance()
             1.6666666666666667
         """
@@ -284,11 +284,15 @@ class TailAverage:
     def _statistic(self, name: Of, window: Reading | None, ddof: int) -> Any:
         statistic = Statistic.named(name, ddof)
         if self._variances is None:
-            raise _no_variance_error(name)
+            raise no_variance_error(name)
+        return self._read(window, statistic)
+
+    def _read(self, window: Reading | None, statistic: Statistic) -> Any:
+        """Return a statistic."""
         if not self._now.count:
-            raise layout.no_samples_error(name)
+            raise layout.no_samples_error(statistic.name)
         result = self._average(window, statistic)
-        return result.item() if self._shape is None else result
+        return result if self._shape is not None or isinstance(result, float) else result.item()
 
     def update_many(self, xs: Any) -> None:
         """Take many samples, along the first axis. This is much faster than many updates.
@@ -330,7 +334,7 @@ class TailAverage:
         """
         statistic = Statistic.named(of, ddof)
         if statistic.of != MEAN and self._variances is None:
-            raise _no_variance_error(of)
+            raise no_variance_error(of)
         samples = numbers(xs, "samples")
         rows, kept = self._checked_rows(samples)
         several = isinstance(window, list | tuple)
@@ -1020,7 +1024,7 @@ def _reader(clock: Any, means: list[float]) -> Callable[[int, float], float | No
     return read_blocks
 
 
-def _no_variance_error(call: str) -> ValueError:
+def no_variance_error(call: str) -> ValueError:
     return ValueError(f"{call}: the average keeps no variance; create it with variance=True")
 
 

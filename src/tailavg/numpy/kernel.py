@@ -276,88 +276,121 @@ def scan_rows(
                 out[j] += of_sum * sums[j]
 
 
-def add_squares(xs: Any, at: int, n: int, j: int, factors: Any, shift: Any, total: Any) -> Any:
-    """Return a sum, to which squared deviations of n samples, times factors, are added."""
+def add_squares(xs: Any, factors: Any, shift: Any, total: Any) -> Any:
+    """Add the squared deviations of numbers from the shift, times factors, to a sum."""
     kind = xs.dtype.type
-    for i in range(n):
-        apart = xs[at + i, j] - shift
+    for i in range(len(xs)):
+        apart = xs[i] - shift
         total += apart * apart * kind(factors[i])
     return total
+
+
+def fill_scales(
+    scales: Any, each: Any, of_old: Any, old: float, new: float, statistic: Any
+) -> None:
+    """Write what variances are multiplied by at each step: 1 / (1 - Σ α²), or 1 for ddof=0."""
+    inverse = 1.0 / old if old > 0.0 else 0.0
+    for i in range(len(scales)):
+        squared = each[i] * each[i] * (new + _RAMP[i]) + of_old[i] * of_old[i] * inverse
+        scales[i] = 1.0 / (1.0 - statistic[1] * squared)
+
+
+def moments(means: Any, variances: Any, j: int, oldest: int, blocks: Any, sizes: Any) -> Any:
+    """Return the moments of closed blocks around the newest mean of column j, for `scan_spread`.
+
+    These are the mean and the mean square of the `oldest` block (0 if that is -1), and of the newer
+    `blocks` the sums of both, and the number of samples.
+    """
+    shift, first, second = float(means[-1, j]), 0.0, 0.0
+    newer_first, newer_second, newer = 0.0, 0.0, 0.0
+    if oldest >= 0:
+        first = means[oldest, j] - shift
+        second = variances[oldest, j] + first * first
+    for block in range(len(blocks)):
+        apart = means[blocks[block], j] - shift
+        newer += sizes[block]
+        newer_first += sizes[block] * apart
+        newer_second += sizes[block] * (variances[blocks[block], j] + apart * apart)
+    return first, second, newer_first, newer_second, newer
 
 
 def scan_spread(
     xs: Any,
     out: Any,
-    at: int,
-    n: int,
-    j: int,
     factors: Any,
-    of_sum: Any,
-    room: Any,
+    each: Any,
+    of_old: Any,
+    scales: Any,
     shift: Any,
+    closed: Any,
     total: Any,
     squares: Any,
     statistic: Any,
+    room: Any,
 ) -> Any:
-    """Add n samples of column j to both sums, write variances, and return the sums.
+    """Add numbers to both sums, write variances, and return the sums.
 
-    Deviations are taken from the `shift`. Four rows of `room` have, for each step, the share of
-    older blocks in the mean and in the mean square of these deviations, the weight of the samples
-    in the sum, and the sum of the squared weights of all samples.
+    Deviations are first taken from the `shift`. `closed` is what `moments` returns. The weight of
+    the samples in the sum is what the closed blocks leave of 1.
     """
-    kind, (of, ddof) = xs.dtype.type, statistic
-    first, second, in_sum, weights_squared = room[0], room[1], room[2], room[3]
-    firsts, seconds = room[4], room[5]
-    for i in range(n):
-        x = xs[at + i, j]
-        apart = x - shift
-        total += x * kind(factors[i])
+    kind = xs.dtype.type
+    old_first, old_second, newer_first, newer_second, newer = closed
+    for i in range(len(xs)):
+        apart = xs[i] - shift
+        total += xs[i] * kind(factors[i])
         squares += apart * apart * kind(factors[i])
-        firsts[i], seconds[i] = total, squares
+        out[i], room[i] = total, squares
     middle, noise = float(shift), NOISE * np.finfo(xs.dtype).eps
-    for i in range(n):
-        moved = first[i] + (of_sum[i] * firsts[i] - in_sum[i] * middle)
-        variance = second[i] + of_sum[i] * seconds[i] - moved * moved
+    for i in range(len(xs)):
+        in_sum = 1.0 - of_old[i] - each[i] * newer
+        moved = each[i] * out[i] - in_sum * middle
+        moved += of_old[i] * old_first + each[i] * newer_first
+        second = of_old[i] * old_second + each[i] * (newer_second + room[i])
+        variance = second - moved * moved
         limit = noise * (middle + moved)
         variance = 0.0 if variance <= limit * limit else variance
-        seconds[i] = variance / (1.0 - weights_squared[i]) if ddof else variance
-    for i in range(n):
-        out[at + i, j] = kind(math.sqrt(seconds[i]) if of == STD else seconds[i])
+        out[i] = kind(variance * scales[i])
+    if statistic[0] == STD:
+        for i in range(len(xs)):
+            out[i] = math.sqrt(out[i])
     return total, squares
 
 
-def fill_spread(
-    room: Any,
+def scan_spread_rows(
+    xs: Any,
+    out: Any,
+    factors: Any,
     each: Any,
     of_old: Any,
-    n: int,
-    old: float,
-    new: float,
-    in_sum: float,
+    scales: Any,
     means: Any,
     variances: Any,
-    j: int,
     oldest: int,
     blocks: Any,
     sizes: Any,
+    sums: Any,
+    squares: Any,
+    statistic: Any,
+    room: Any,
+    column: Any,
 ) -> None:
-    """Write four rows of `room` for `scan_spread`. The arguments are those of `scan_numbers`."""
-    shift = float(means[-1, j])
-    old_first, old_second, newer_first, newer_second = 0.0, 0.0, 0.0, 0.0
-    if oldest >= 0:
-        old_first = means[oldest, j] - shift
-        old_second = variances[oldest, j] + old_first * old_first
-    for block in range(len(blocks)):
-        apart = means[blocks[block], j] - shift
-        newer_first += sizes[block] * apart
-        newer_second += sizes[block] * (variances[blocks[block], j] + apart * apart)
-    inverse = 1.0 / old if oldest >= 0 else 0.0
-    for i in range(n):
-        room[0, i] = of_old[i] * old_first + each[i] * newer_first
-        room[1, i] = of_old[i] * old_second + each[i] * newer_second
-        room[2, i] = each[i] * (in_sum + _RAMP[i])
-        new_squared = each[i] * each[i] * (new + _RAMP[i])
-        room[3, i] = new_squared + of_old[i] * of_old[i] * inverse
+    """Do the work of `scan_spread` for each column of a matrix, or only add to the squares."""
+    n, width = len(xs), xs.shape[1]
+    for j in range(width):
+        x = xs.reshape(xs.size) if width == 1 else column[:n]
+        if width > 1:
+            for i in range(n):
+                x[i] = xs[i, j]
+        if statistic[0] == MEAN:
+            squares[j] = add_squares(x, factors, means[-1, j], squares[j])
+            continue
+        averages = out.reshape(out.size) if width == 1 else x
+        closed = moments(means, variances, j, oldest, blocks, sizes)
+        how = factors, each, of_old, scales, means[-1, j], closed, sums[j], squares[j]
+        sums[j], squares[j] = scan_spread(x, averages, *how, statistic, room)
+        if width > 1:
+            for i in range(n):
+                out[i, j] = averages[i]
 
 
 def scan_blocks(
@@ -390,7 +423,8 @@ def scan_blocks(
     numbers, averages = xs.reshape(xs.size), out.reshape(out.size)
     blocks, sizes = np.empty(last + 1, np.int64), np.empty(last + 1)
     room, spread = np.empty(FOLD, xs.dtype), squares.shape[1] > 0
-    ones, spread_room = np.ones(FOLD), np.empty((6, FOLD))
+    ones, column = np.ones(FOLD), np.empty(FOLD, xs.dtype)
+    scales = np.empty(len(each) if spread else 0)
     begin = ends[0] - plan[0, 0]
     for i in range(len(rows)):
         row, at, stop = rows[i], bounds[i, 0], bounds[i, 1]
@@ -430,34 +464,7 @@ def scan_blocks(
             newer = blocks[: newer_blocks(start, fold, first, blocks, sizes)]
             oldest = oldest if old > 0 else -1
             if statistic[0] != MEAN:
-                weights_now = each[place : place + n], of_old[place : place + n], n
-                counts_now = float(old), float(t - start[first]), float(t - fold)
-                for j in range(width):
-                    fill_spread(
-                        spread_room,
-                        *weights_now,
-                        *counts_now,
-                        mean,
-                        variance,
-                        j,
-                        oldest,
-                        newer,
-                        sizes,
-                    )
-                    total[j], square[j] = scan_spread(
-                        xs,
-                        out,
-                        at,
-                        n,
-                        j,
-                        ones,
-                        weights_now[0],
-                        spread_room,
-                        mean[last, j],
-                        total[j],
-                        square[j],
-                        statistic,
-                    )
+                pass  # see below
             elif width == 1:
                 scan_numbers(
                     numbers,
@@ -476,9 +483,15 @@ def scan_blocks(
                 )
             else:
                 scan_rows(xs, out, at, n, total, each, of_old, place, oldest, mean, newer, sizes)
-            if spread and statistic[0] == MEAN:
-                for j in range(width):
-                    square[j] = add_squares(xs, at, n, j, ones, mean[last, j], square[j])
+            if spread:
+                now = xs[at : at + n], out[at : at + n], ones[:n], each[place : place + n]
+                state = mean, variance, oldest, newer, sizes, total, square
+                if repeated == 0 or not steady:
+                    old_new = float(old), float(t - start[first])
+                    scale = scales[place : place + n]
+                    fill_scales(scale, now[3], of_old[place : place + n], *old_new, statistic)
+                weights_now = of_old[place : place + n], scales[place : place + n]
+                scan_spread_rows(*now, *weights_now, *state, statistic, room, column)
             at += n
             t += n
             if t == end:
@@ -554,6 +567,72 @@ def scan_small_blocks(
         for block in range(closed):
             averages[block] = averages[n + block]
     means[closed, 0] = 0.0
+
+
+def scan_small_spread(
+    xs: Any,
+    out: Any,
+    means: Any,
+    sums: Any,
+    variances: Any,
+    squares: Any,
+    in_sum: int,
+    t: int,
+    plan: Any,
+    window: Any,
+    each: Any,
+    of_old: Any,
+    statistic: Any,
+) -> None:
+    """Do the work of `scan_small_blocks` for the variances of numbers, one block at a time."""
+    kind, closed, size = xs.dtype.type, len(means) - 1, len(each)
+    noise, scales = NOISE * np.finfo(xs.dtype).eps, np.empty(size)
+    if in_sum > 0:
+        fold_sums(means, sums, variances, squares, in_sum, in_sum / size, size)
+    place = 0
+    for run in range(len(plan)):
+        oldest, until = plan[run, 1], place + plan[run, 0]
+        old, new = (size, (closed - 1 - oldest) * size) if oldest >= 0 else (0, 0)
+        now, t_now = float(new + place), float(t + place)
+        fill_weights(each, of_old, place, plan[run, 0], float(old), now, t_now, window)
+        run_scales = scales[place:until], each[place:until], of_old[place:until]
+        fill_scales(*run_scales, float(old), now, statistic)
+        place = until
+    for start in range(0, len(xs), size):
+        if start > 0:
+            fold_sums(means, sums, variances, squares, size, 1.0, size)
+        for block in range(closed):
+            means[block, 0], variances[block, 0] = means[block + 1, 0], variances[block + 1, 0]
+        shift, total, square = xs[start], kind(0.0), kind(0.0)
+        means[closed, 0], variances[closed, 0] = shift, 0.0
+        middle, place = float(shift), 0
+        for run in range(len(plan)):
+            oldest, until = plan[run, 1], place + plan[run, 0]
+            first, second, newer_first, newer_second, newer = 0.0, 0.0, 0.0, 0.0, 0.0
+            if oldest >= 0:
+                first = means[oldest, 0] - middle
+                second = variances[oldest, 0] + first * first
+                for block in range(oldest + 1, closed):
+                    apart = means[block, 0] - middle
+                    newer += size
+                    newer_first += size * apart
+                    newer_second += size * (variances[block, 0] + apart * apart)
+            for i in range(place, until):
+                x = xs[start + i]
+                total += x
+                square += (x - shift) * (x - shift)
+                moved = each[i] * total - (1.0 - of_old[i] - each[i] * newer) * middle
+                moved += of_old[i] * first + each[i] * newer_first
+                spread = of_old[i] * second + each[i] * (newer_second + square)
+                variance = spread - moved * moved
+                limit = noise * (middle + moved)
+                variance = 0.0 if variance <= limit * limit else variance
+                out[start + i] = kind(variance * scales[i])
+            place = until
+        sums[0], squares[0] = total, square
+    if statistic[0] == STD:
+        for i in range(len(out)):
+            out[i] = math.sqrt(out[i])
 
 
 def fill_factors(scales: Any, factors: Any, folded: int, least: int, window: Any) -> Any:
@@ -633,7 +712,9 @@ def scan_decaying(
     """
     numbers, averages = xs.reshape(xs.size), out.reshape(out.size)
     scales, factors, room = np.empty(FOLD), np.empty(FOLD), np.empty(FOLD, xs.dtype)
-    width, spread, spread_room = xs.shape[1], squares.shape[1] > 0, np.empty((6, FOLD))
+    width, spread, column = xs.shape[1], squares.shape[1] > 0, np.empty(FOLD, xs.dtype)
+    kept, divisors = np.empty(FOLD), np.empty(FOLD)
+    nothing, sizes = np.empty(0, np.int64), np.empty(0)
     for group in range(len(counts)):
         at, end = bounds[group], bounds[group + 1]
         if at == end:
@@ -655,27 +736,7 @@ def scan_decaying(
                 for j in range(width):
                     mean[0, j] = xs[at, j]
             if statistic[0] != MEAN:
-                for j in range(width):
-                    for i in range(n):
-                        kept = decay * scale[i]
-                        spread_room[0, i], spread_room[1, i] = 0.0, kept * variance[0, j]
-                        spread_room[2, i] = 1.0 - kept
-                        step = float(t) + _RAMP[i]
-                        spread_room[3, i] = 1.0 / min(step, size_at(step, window))
-                    total[j], square[j] = scan_spread(
-                        xs,
-                        out,
-                        at,
-                        n,
-                        j,
-                        factor,
-                        scale,
-                        spread_room,
-                        mean[0, j],
-                        total[j],
-                        square[j],
-                        statistic,
-                    )
+                pass  # see below
             elif xs.shape[1] == 1:
                 if len(out):
                     chunk = averages[at : at + n]
@@ -686,9 +747,16 @@ def scan_decaying(
             else:
                 rows = out[at : at + n] if len(out) else out
                 scan_decaying_rows(xs[at : at + n], rows, mean[0], total, factor, scale, decay)
-            if spread and statistic[0] == MEAN:
-                for j in range(width):
-                    square[j] = add_squares(xs, at, n, j, factor, mean[0, j], square[j])
+            if spread:
+                for i in range(n):  # in place of an old block, the mean since the last fold
+                    step = float(t) + _RAMP[i]
+                    kept[i] = decay * scale[i]
+                    divisors[i] = 1.0 - statistic[1] / min(step, size_at(step, window))
+                    divisors[i] = 1.0 / divisors[i]
+                averages_now = out[at : at + n] if len(out) else out
+                now = xs[at : at + n], averages_now, factor, scale, kept[:n], divisors[:n]
+                state = mean, variance, 0, nothing, sizes, total, square
+                scan_spread_rows(*now, *state, statistic, room, column)
             at += n
             t += n
             in_sum += n
@@ -746,10 +814,13 @@ _LOOPS: list[Any] = [
     scan_numbers,
     scan_rows,
     add_squares,
+    fill_scales,
+    moments,
     scan_spread,
-    fill_spread,
+    scan_spread_rows,
     scan_blocks,
     scan_small_blocks,
+    scan_small_spread,
     fill_factors,
     add_decaying,
     weigh_decayed,

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from tailavg.core.clock import FOLD, SUM, BlockClock, Clock, DecayClock, clock_for
-from tailavg.core.readings import ByAge
 from tailavg.core.profile import effective_size
+from tailavg.core.readings import ByAge
 from tailavg.core.rules import AnyTail, Exponential, Rule
 from tailavg.core.windows import Fixed, Window
 from tailavg.numpy import fallback
@@ -269,7 +269,7 @@ class Table:
         """Scan the samples of one row with compiled loops."""
         clock, begin, numbers = self.clock(row), 0, window_numbers(window)
         assert isinstance(clock, BlockClock)
-        t, small = clock.count, SMALL if xs.shape[1] == 1 and not self.variance else 0
+        t, small = clock.count, SMALL if xs.shape[1] == 1 else 0
         for runs, repeats in clock.runs(t + len(xs), window):
             plan = np.array(runs)
             size = int(plan[:, 0].sum())
@@ -278,8 +278,18 @@ class Table:
             weights = np.empty((2, size if steady else FOLD))
             if steady and size <= small:
                 samples, averages = xs[begin : begin + n, 0], out[begin : begin + n, 0]
-                state = self.means[row], self.sums[row], t - int(self.folded[row]), t
-                kernel.scan_small_blocks(samples, averages, *state, plan, numbers, *weights)
+                state, spread_state = [field[row] for field in self._fields()[3:5]], []
+                how: list[Any] = [t - int(self.folded[row]), t, plan, numbers, *weights]
+                if self.variance:
+                    spread_state = [self.variances[row], self.squares[row]]
+                    scanned = [array.copy() for array in state]
+                    deviations = averages if statistic.of != MEAN else np.empty_like(averages)
+                    kernel.scan_small_spread(
+                        samples, deviations, *state, *spread_state, *how, statistic
+                    )
+                    state = scanned
+                if statistic.of == MEAN:
+                    kernel.scan_small_blocks(samples, averages, *state, *how)
                 self.counts[row], self.folded[row] = t + n, t + n - size
                 self.starts[row] += n
             else:
