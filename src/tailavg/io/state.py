@@ -243,7 +243,7 @@ def unnamed(state: Mapping[str, Any]) -> dict[str, Any]:
         names = list(state["partial"])
         raise ValueError(f"state: TailAverage takes a single array, got {names}")
     (shape,) = map(np.shape, state["partial"].values())
-    changed = {}
+    changed: dict[str, Any] = {}
     for of_blocks, of_sum in ("blocks", "partial"), tuple(_SPREAD):
         if of_sum in state:
             renamed = {**state, "blocks": state[of_blocks], "partial": state[of_sum]}

@@ -365,7 +365,7 @@ def scan_spread_rows(
     scales: Any,
     means: Any,
     variances: Any,
-    oldest: int,
+    oldest: Any,
     blocks: Any,
     sizes: Any,
     sums: Any,

@@ -203,9 +203,8 @@ class TailAverages(Mapping[Any, TailAverage]):
                 rows = np.array([self._rows.get(key, -1) for key in keys], np.int64)
                 table.put(np.flatnonzero(rows >= 0), self._table.take(rows[rows >= 0]))
             changes.append((keys, rows, table))
-            how = windows, self.nan_policy
-            options = {"same_bits": same_bits, "statistic": statistic}
-            out.append(scan_groups(table, codes, xs, *how, **options))
+            how = windows, self.nan_policy, statistic
+            out.append(scan_groups(table, codes, xs, *how, same_bits=same_bits))
         if keep:
             self._hold(changes)
         return out
@@ -510,9 +509,9 @@ def scan_groups(
     xs: Array,
     windows: Sequence[Reading | None],
     nan_policy: NanPolicy,
+    statistic: Statistic = _AVERAGE,
     *,
     same_bits: bool = False,
-    statistic: Statistic = _AVERAGE,
     name: str = "samples",
 ) -> Array:
     """Take numbers of several rows of a table. Return after each number the average of its row.

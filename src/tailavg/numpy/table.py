@@ -96,7 +96,7 @@ class Table:
     @property
     def variance(self) -> bool:
         """Whether the rows have variances."""
-        return self.squares.shape[1] > 0
+        return bool(self.squares.shape[1])
 
     def take(self, rows: Array) -> Table:
         """Return a copy of some rows."""
@@ -269,27 +269,25 @@ class Table:
         """Scan the samples of one row with compiled loops."""
         clock, begin, numbers = self.clock(row), 0, window_numbers(window)
         assert isinstance(clock, BlockClock)
-        t, small = clock.count, SMALL if xs.shape[1] == 1 else 0
+        t, is_number = clock.count, xs.shape[1] == 1
         for runs, repeats in clock.runs(t + len(xs), window):
             plan = np.array(runs)
             size = int(plan[:, 0].sum())
             n = repeats * size
             steady = repeats > 1 and window.size(t + 1) == window.size(t + n) and size <= _WEIGHTS
             weights = np.empty((2, size if steady else FOLD))
-            if steady and size <= small:
+            if steady and size <= SMALL and is_number:
                 samples, averages = xs[begin : begin + n, 0], out[begin : begin + n, 0]
-                state, spread_state = [field[row] for field in self._fields()[3:5]], []
-                how: list[Any] = [t - int(self.folded[row]), t, plan, numbers, *weights]
+                state = [self.means[row], self.sums[row]]
+                small: list[Any] = [t - int(self.folded[row]), t, plan, numbers, *weights]
                 if self.variance:
-                    spread_state = [self.variances[row], self.squares[row]]
-                    scanned = [array.copy() for array in state]
+                    copies = [array.copy() for array in state]  # for the averages
+                    moments = [*state, self.variances[row], self.squares[row]]
                     deviations = averages if statistic.of != MEAN else np.empty_like(averages)
-                    kernel.scan_small_spread(
-                        samples, deviations, *state, *spread_state, *how, statistic
-                    )
-                    state = scanned
+                    kernel.scan_small_spread(samples, deviations, *moments, *small, statistic)
+                    state = copies
                 if statistic.of == MEAN:
-                    kernel.scan_small_blocks(samples, averages, *state, *how)
+                    kernel.scan_small_blocks(samples, averages, *state, *small)
                 self.counts[row], self.folded[row] = t + n, t + n - size
                 self.starts[row] += n
             else:
