@@ -143,6 +143,7 @@ class TailAverage:
         self._variances, self._squares = [] if variance else None, 0.0
         self._factors = self._reader = self._scratch = None
         self._due = self._left = 0
+        self._check_real()
 
     def update(self, x: Any) -> None:
         """Take one sample: a number, or an array of the shape of the samples before.
@@ -312,7 +313,7 @@ class TailAverage:
     def _take_many(self, samples: Array, rows: Array) -> None:
         self._begin_with(samples)
         clock = self._clock
-        if isinstance(clock, BlockClock) and self._variances is None:
+        if isinstance(clock, BlockClock):
             self._pool(rows)
         elif self._samples is not None:
             clock.count += len(rows)
@@ -675,7 +676,9 @@ class TailAverage:
             setattr(copy, name, getattr(self, name))
         copy._clock = self._clock.copy()
         if isinstance(self._sum, np.ndarray):
-            copy._sum, copy._squares = self._begun(self._sum), self._begun(self._squares)
+            copy._sum = self._begun(self._sum)
+            if self._variances is not None:
+                copy._squares = self._begun(self._squares)
         if self._samples is not None:
             copy._samples = self._samples.copy()
         if extra := getattr(self, "__dict__", None):  # attributes of a subclass
@@ -764,17 +767,20 @@ class TailAverage:
             self._dtype = np.result_type(dtype, np.float64 if exact else np.float32)
         self._shape = shape
         self._number = shape is None and self._dtype == np.float64
+        self._check_real()
         if isinstance(self._clock, SampleClock):
             self._samples = Samples(np.empty((0, math.prod(shape or ())), self._dtype))
             return
         self._means = [0.0] * len(self._clock.blocks)
         self._sum = self._begun(0.0)
         if self._variances is not None:
-            if self._dtype.kind == "c":
-                raise TypeError(f"sample: variance=True needs real numbers, got {self._dtype}")
             self._variances, self._squares = self._means.copy(), self._begun(0.0)
         if isinstance(self._clock, DecayClock) and not self._number:
             self._scratch = aligned_zeros(shape or (), self._dtype)
+
+    def _check_real(self) -> None:
+        if self._variances is not None and self._dtype is not None and self._dtype.kind == "c":
+            raise TypeError(f"variance=True needs real numbers, got {self._dtype}")
 
     def _begin_with(self, samples: Array) -> None:
         """Call `_begin` if these are the first samples."""
@@ -811,7 +817,7 @@ class TailAverage:
         factor = clock.factor
         if self._variances is not None:
             if clock.count == clock.blocks[-1]:  # the first sample of a block is its shift
-                self._means = [*self._means[:-1], self._as_mean(sample)]
+                self._means = [*self._means[:-1], self._begun(sample)]  # a copy
             self._squares = self._squares + self._square(sample, factor)
         if self._number:
             self._sum += float(sample) * factor
@@ -865,30 +871,61 @@ class TailAverage:
         clock = self._clock
         self._prepare()
         before, opened, in_sum = clock.count, clock.blocks[-1], clock.count - clock.folded
-        blocks = list(zip(pairwise([*clock.blocks, clock.folded]), self._means, strict=True))
-        summed = self._sum
+        spread = self._variances is not None
+        blocks = list(
+            zip(
+                pairwise([*clock.blocks, clock.folded]),
+                self._means,
+                self._variances or self._means,
+                strict=True,
+            )
+        )
+        summed, squared, shift = self._sum, self._squares, self._means[-1]
         clock.advance(before + len(rows))
-        self._means, total = [], 0.0
+        self._means, variances, total, squares = [], [], 0.0, 0.0
         for start, end in pairwise([*clock.blocks, clock.count]):
-            mean, size = 0.0, 0
-            for (first, last), old_mean in blocks:
+            mean, variance, size = 0.0, 0.0, 0
+            for (first, last), old_mean, old_variance in blocks:
                 if start <= first < last <= end:
                     size += last - first
                     w = (last - first) / size
+                    if spread:
+                        pair = mean, variance, old_mean, old_variance
+                        variance = old_variance if w == 1.0 else merged_variance(*pair, w)
                     mean = old_mean if w == 1.0 else mean * (1.0 - w) + old_mean * w
             new = rows[max(0, start - before) : max(0, end - before)]
-            total, fresh = 0.0, len(new)
+            total, squares, fresh = 0.0, 0.0, len(new)
+            has_sum = start <= opened < end and in_sum > 0
+            if spread and not size:  # the first sample of a block is its shift
+                mean = shift if has_sum else self._begun(self._shaped(rows[max(0, start - before)]))
             if fresh:
                 total = self._shaped(sum_rows(new, self._dtype))  # type: ignore[arg-type]
+                if spread:
+                    apart = new - np.reshape(mean, -1)
+                    squares = self._shaped(sum_rows(apart * apart, self._dtype))  # type: ignore[arg-type]
             if start <= opened < end:
+                if spread:
+                    moved = shift - mean
+                    squares = squares + squared + moved * (2 * summed - in_sum * (shift + mean))
                 total, fresh = total + summed, fresh + in_sum
             if fresh and end < clock.count:
-                mean, _ = joined(mean, total, fresh, fresh / (end - start), end - start)
+                how = fresh, fresh / (end - start), end - start
+                if spread:
+                    variance, _ = joined_variance(mean, variance, total, squares, *how)
+                mean, _ = joined(mean, total, *how)
             self._means.append(self._as_mean(mean) if size or fresh else 0.0)
+            variances.append(self._as_mean(variance))
         if clock.overfull:  # the total is in double precision until it is folded
-            mean, total = joined(self._means[-1], total, *clock.fold())
+            how = clock.fold()
+            if spread:
+                moments = self._means[-1], variances[-1], total, squares
+                variance, squares = joined_variance(*moments, *how)
+                variances[-1] = self._as_mean(variance)
+            mean, total = joined(self._means[-1], total, *how)
             self._means[-1] = self._as_mean(mean)
         self._sum = self._begun(total)
+        if spread:
+            self._variances, self._squares = variances, self._begun(squares)
 
     def _table(self) -> Table:
         """Return the state as a table of one row."""
