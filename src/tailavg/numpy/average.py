@@ -313,7 +313,7 @@ class TailAverage:
     def _take_many(self, samples: Array, rows: Array) -> None:
         self._begin_with(samples)
         clock = self._clock
-        if isinstance(clock, BlockClock):
+        if isinstance(clock, BlockClock) and self._variances is None:
             self._pool(rows)
         elif self._samples is not None:
             clock.count += len(rows)
@@ -871,61 +871,30 @@ class TailAverage:
         clock = self._clock
         self._prepare()
         before, opened, in_sum = clock.count, clock.blocks[-1], clock.count - clock.folded
-        spread = self._variances is not None
-        blocks = list(
-            zip(
-                pairwise([*clock.blocks, clock.folded]),
-                self._means,
-                self._variances or self._means,
-                strict=True,
-            )
-        )
-        summed, squared, shift = self._sum, self._squares, self._means[-1]
+        blocks = list(zip(pairwise([*clock.blocks, clock.folded]), self._means, strict=True))
+        summed = self._sum
         clock.advance(before + len(rows))
-        self._means, variances, total, squares = [], [], 0.0, 0.0
+        self._means, total = [], 0.0
         for start, end in pairwise([*clock.blocks, clock.count]):
-            mean, variance, size = 0.0, 0.0, 0
-            for (first, last), old_mean, old_variance in blocks:
+            mean, size = 0.0, 0
+            for (first, last), old_mean in blocks:
                 if start <= first < last <= end:
                     size += last - first
                     w = (last - first) / size
-                    if spread:
-                        pair = mean, variance, old_mean, old_variance
-                        variance = old_variance if w == 1.0 else merged_variance(*pair, w)
                     mean = old_mean if w == 1.0 else mean * (1.0 - w) + old_mean * w
             new = rows[max(0, start - before) : max(0, end - before)]
-            total, squares, fresh = 0.0, 0.0, len(new)
-            has_sum = start <= opened < end and in_sum > 0
-            if spread and not size:  # the first sample of a block is its shift
-                mean = shift if has_sum else self._begun(self._shaped(rows[max(0, start - before)]))
+            total, fresh = 0.0, len(new)
             if fresh:
                 total = self._shaped(sum_rows(new, self._dtype))  # type: ignore[arg-type]
-                if spread:
-                    apart = new - np.reshape(mean, -1)
-                    squares = self._shaped(sum_rows(apart * apart, self._dtype))  # type: ignore[arg-type]
             if start <= opened < end:
-                if spread:
-                    moved = shift - mean
-                    squares = squares + squared + moved * (2 * summed - in_sum * (shift + mean))
                 total, fresh = total + summed, fresh + in_sum
             if fresh and end < clock.count:
-                how = fresh, fresh / (end - start), end - start
-                if spread:
-                    variance, _ = joined_variance(mean, variance, total, squares, *how)
-                mean, _ = joined(mean, total, *how)
+                mean, _ = joined(mean, total, fresh, fresh / (end - start), end - start)
             self._means.append(self._as_mean(mean) if size or fresh else 0.0)
-            variances.append(self._as_mean(variance))
         if clock.overfull:  # the total is in double precision until it is folded
-            how = clock.fold()
-            if spread:
-                moments = self._means[-1], variances[-1], total, squares
-                variance, squares = joined_variance(*moments, *how)
-                variances[-1] = self._as_mean(variance)
-            mean, total = joined(self._means[-1], total, *how)
+            mean, total = joined(self._means[-1], total, *clock.fold())
             self._means[-1] = self._as_mean(mean)
         self._sum = self._begun(total)
-        if spread:
-            self._variances, self._squares = variances, self._begun(squares)
 
     def _table(self) -> Table:
         """Return the state as a table of one row."""

@@ -17,8 +17,8 @@ import numpy as np
 from tailavg.core.clock import FOLD, SUM, BlockClock, Clock, DecayClock, clock_for
 from tailavg.core.profile import effective_size
 from tailavg.core.readings import ByAge
-from tailavg.core.rules import Exponential, Rule
-from tailavg.core.windows import Window
+from tailavg.core.rules import AnyTail, Exponential, Rule
+from tailavg.core.windows import Fixed, Window
 from tailavg.numpy import fallback
 from tailavg.numpy.arithmetic import MEAN, Array, Statistic, spread, wide
 from tailavg.numpy.kernel import window_numbers
@@ -31,6 +31,7 @@ LONGEST = 1 << 20
 SMALL = 256
 """Repeating blocks of at most this many samples are scanned side by side."""
 
+_ADDED = 1 << 14  # how many samples are added at a time without reading averages
 _WEIGHTS = 1 << 16  # the most weights to keep for repeating blocks; more do not fit into the cache
 _FLOAT64 = np.dtype(np.float64)
 _FIELDS = ("counts", "folded", "starts", "means", "sums", "variances", "squares")
@@ -348,9 +349,15 @@ class Table:
             self.sums[row] = np.where(np.isfinite(lost), lost, 0.0)
 
     def add(self, xs: Array, kernel: SimpleNamespace | None) -> None:
-        """Take samples into an exponential average of one row, without reading averages."""
-        nothing = np.empty((0, xs.shape[1]), xs.dtype)
-        self._scan_decaying(xs, nothing, np.array([0, len(xs)]), kernel, _AVERAGE)
+        """Take samples into a table of one row, without reading averages."""
+        if isinstance(self.rule, Exponential):
+            nothing = np.empty((0, xs.shape[1]), xs.dtype)
+            self._scan_decaying(xs, nothing, np.array([0, len(xs)]), kernel, _AVERAGE)
+            return
+        window = Fixed(1) if isinstance(self.rule, AnyTail) else None  # any window will do
+        for start in range(0, len(xs), _ADDED):
+            rows = xs[start : start + _ADDED]
+            self.scan(rows, np.array([0, len(rows)]), [window], kernel)
 
 
 def record_type(rule: Rule, variance: bool = False) -> np.dtype[Any]:
