@@ -23,11 +23,12 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
-from tailavg.core.equation import split
+from tailavg.core.elapsed import Counted, samples_since
+from tailavg.core.equation import split, weights
 from tailavg.core.readings import ByAge, Reading
 from tailavg.core.rules import (
     AnyTail,
@@ -36,6 +37,7 @@ from tailavg.core.rules import (
     ExactWindow,
     Exponential,
     Rule,
+    is_timed,
     window_of,
 )
 from tailavg.core.windows import NEVER, Fixed, Reals, Window
@@ -544,6 +546,179 @@ def _decays(rule: Exponential, start: int) -> Reals:
     return decays
 
 
+class ElapsedClock(BlockClock):
+    """The clock of an `AnytimeWindow` over a period of time.
+
+    A block is closed when the next sample comes at least period / z after its first sample, where z
+    is the number of closed blocks. So the closed blocks always cover the period. For each sample,
+    call `arrive`, then `prepare`, then add it.
+    """
+
+    __slots__ = ("_arriving", "firsts", "lasts")
+
+    rule: AnytimeWindow
+    firsts: list[int]
+    """The time of the first sample of each block. Empty blocks come first and have 0."""
+    lasts: list[int]
+    """The time of the last sample of each block."""
+
+    @property
+    def times(self) -> tuple[list[int], list[int]]:
+        """The times that `resume` needs."""
+        return self.firsts, self.lasts
+
+    @property
+    def time(self) -> int:
+        """The time of the newest sample."""
+        return self.lasts[-1]
+
+    @property
+    def length(self) -> int:
+        """The period in nanoseconds."""
+        elapsed: Any = self.rule.window
+        return int(elapsed.length)
+
+    def arrive(self, time: int) -> None:
+        """Say at which time the next sample comes. Raise a ValueError if time goes back."""
+        _check_time(self, time)
+        self._arriving = time
+        if not self.count:
+            self.firsts = [*self.firsts[:-1], time]
+        elif (time - self.firsts[-1]) * (len(self.firsts) - 1) >= self.length:
+            self.closes = self.next = self.count
+            return
+        self.lasts = [*self.lasts[:-1], time]
+
+    def _open(self, t: int) -> tuple[int, float]:
+        time = self._arriving
+        self.firsts, self.lasts = [*self.firsts[1:], time], [*self.lasts[1:], time]
+        return super()._open(t)
+
+    def samples(self, at: int | None = None) -> Counted:
+        """Return the number of samples in the period before a time, by default the newest's."""
+        ends = [*self.blocks[1:], self.count]
+        held = [end - start for start, end in zip(self.blocks, ends, strict=True)]
+        used = held.index(next(filter(None, held), 0))  # empty blocks come first
+        start = (self.time if at is None else at) - self.length
+        return Counted(samples_since(start, held[used:], self.firsts[used:], self.lasts[used:]))
+
+    def terms(self, window: Reading | None = None) -> list[tuple[float, int]]:
+        if window is None:
+            window = self.samples()  # type: ignore[assignment]
+        return super().terms(window) if window.k else []  # type: ignore[union-attr]
+
+    def resume(
+        self,
+        count: int,
+        blocks: list[int],
+        folded: int,
+        times: tuple[list[int], list[int]] | None = None,
+    ) -> None:
+        self.firsts, self.lasts = times or ([0] * len(blocks), [0] * len(blocks))
+        super().resume(count, blocks, folded)
+
+    def _schedule(self) -> None:
+        self.closes = NEVER
+        self._look_ahead()
+
+    def _fit(self, blocks: list[int], count: int) -> bool:
+        if not count:
+            return blocks == [0] * self.rule.accumulators
+        return blocks[0] >= 0 and all(
+            a < b or a == b == 0 for a, b in pairwise([*blocks, count])
+        )
+
+
+class ElapsedDecayClock(DecayClock):
+    """The clock of an `Exponential` over a period of time. See `ElapsedClock` for the calls.
+
+    `size` is the effective size n. Once a period has passed since the first sample, n dt / period
+    samples leave when a sample comes dt after the one before. While samples are evenly spaced, that
+    is one sample, as in a window that counts samples.
+    """
+
+    __slots__ = ("_arriving", "first", "scale", "size", "time")
+
+    first: int
+    """The time of the first sample."""
+    time: int
+    """The time of the newest sample."""
+    size: float
+    scale: float
+    """The product of the decays since the first sample after the last fold, G_t."""
+
+    @property
+    def times(self) -> tuple[int, int, float, float, float]:
+        """What `resume` needs."""
+        return self.first, self.time, self.size, self.decay, self.scale
+
+    def arrive(self, time: int) -> None:
+        """Say at which time the next sample comes. Raise a ValueError if time goes back."""
+        _check_time(self, time)
+        elapsed: Any = self.rule.window
+        weight, decay, leaving = 1.0, 0.0, 0.0
+        if self.count:
+            if time - self.first >= elapsed.length:
+                leaving = self.size * min(1.0, (time - self.time) / elapsed.length)
+            weight, decay = weights(self.size, 1.0, leaving)
+        self._arriving = time, self.size + 1.0 - leaving, weight, abs(decay)
+        in_sum = self.count - self.folded
+        due = in_sum and (in_sum >= FOLD or self.scale * abs(decay) < SMALLEST)
+        self.next = self.count if due else NEVER
+
+    def admit(self) -> float:
+        """Take the sample that arrives, after `prepare`. Return its factor in the sum."""
+        time, self.size, weight, decay = self._arriving
+        self.first = self.first if self.count else time
+        self.time = time
+        if self.count == self.folded:
+            self.decay, self.scale = decay, 1.0
+        else:
+            self.scale *= decay
+        return weight / self.scale
+
+    def samples(self, at: int | None = None) -> Counted:
+        """Return the effective size, or 0 a period after the newest sample."""
+        elapsed: Any = self.rule.window
+        return Counted(0.0 if at is not None and at - self.time >= elapsed.length else self.size)
+
+    def fold(self) -> tuple[float, float, float]:
+        of_mean, of_sum = self.weights()
+        self.folded = self.count
+        return (1.0 - of_mean) / of_sum, 1.0 - of_mean, self._arriving[3]
+
+    def weights(self) -> tuple[float, float]:
+        if self.count == self.folded:
+            return 1.0, 0.0
+        return self.decay * self.scale, self.scale
+
+    def terms(self, window: Reading | None = None) -> list[tuple[float, int]]:
+        of_mean, of_sum = self.weights()
+        terms = [(weight, block) for weight, block in ((of_mean, 0), (of_sum, SUM)) if weight]
+        return [] if window is not None and not window.k else terms  # type: ignore[union-attr]
+
+    def resume(
+        self,
+        count: int,
+        blocks: list[int],
+        folded: int,
+        times: tuple[int, int, float, float, float] | None = None,
+    ) -> None:
+        self.blocks, self.count, self.folded, self.next = blocks, count, folded, NEVER
+        self.first, self.time, self.size, self.decay, self.scale = times or (0, 0, 0.0, 0.0, 1.0)
+
+    def _possible(self, count: int, starts: list[int], folded: int) -> list[int] | None:
+        return [0] if 0 <= folded <= count and starts == [0][:count] else None
+
+
+def _check_time(clock: ElapsedClock | ElapsedDecayClock, time: int) -> None:
+    if clock.count and time < clock.time:
+        raise ValueError(
+            f"t: expected times that do not go back, got {time / 1e9:.9g} s after "
+            f"{clock.time / 1e9:.9g} s; sort the samples by time"
+        )
+
+
 class SampleClock(Clock):
     """The clock of an `ExactWindow`: each sample is a block; there are no folds and no turns."""
 
@@ -578,6 +753,9 @@ class SampleClock(Clock):
 
 def clock_for(rule: Rule) -> Clock:
     """Return a new clock for a rule."""
+    if is_timed(rule):
+        timed: Any = ElapsedDecayClock if isinstance(rule, Exponential) else ElapsedClock
+        return timed(rule)  # type: ignore[no-any-return]
     if isinstance(rule, Exponential):
         return DecayClock(rule)
     return SampleClock(rule) if isinstance(rule, ExactWindow) else BlockClock(rule)
@@ -592,6 +770,8 @@ def starts_at(rule: Rule, t: int) -> list[int]:
         [685, 791, 914]
     """
     clock = clock_for(rule)
+    if is_timed(rule):
+        raise TypeError(f"rule: the blocks of {rule} depend on the times of samples")
     if isinstance(clock, BlockClock):
         clock.advance(t)
     clock.count = t

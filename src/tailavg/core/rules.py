@@ -23,6 +23,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 import numpy as np
 
+from tailavg.core.elapsed import Counted, Elapsed
 from tailavg.core.equation import square_root, weights
 from tailavg.core.readings import ByAge, Decay, Reading
 from tailavg.core.windows import (
@@ -31,8 +32,10 @@ from tailavg.core.windows import (
     AnyWindow,
     Fixed,
     Growing,
+    OfAnyWindow,
     OfWindow,
     Window,
+    as_elapsed,
     as_window,
     fraction,
     positive_int,
@@ -53,6 +56,7 @@ __all__ = [
     "as_rule",
     "as_training_rule",
     "check_window",
+    "is_timed",
     "no_window_error",
     "refuses_decay",
     "shared_rules",
@@ -68,7 +72,7 @@ _MOST = 10_000  # accumulators: more would take as much memory as storing sample
 
 
 @dataclass(frozen=True, init=False)
-class AnytimeWindow(OfWindow):
+class AnytimeWindow(OfAnyWindow):
     """The paper's anytime window average, for any window and number of accumulators.
 
     The open block is closed when it has its share of the window *and* the blocks after the oldest
@@ -124,11 +128,14 @@ class AnytimeWindow(OfWindow):
 
 
 @dataclass(frozen=True, init=False)
-class Exponential(OfWindow):
+class Exponential(OfAnyWindow):
     """An exponential average that has the variance of k_t samples at every step.
 
     Its effective size is n_t = min(n_{t-1} + 1, k_t): it is the plain mean at first, and has the
     effective size k_t later. The decay of a fixed window is then (k-1)/(k+1), as in the paper.
+
+    With an `Elapsed` window, all samples count at first. From then on, if dt passes between two
+    samples, the part dt / period of the effective size is lost, and the new sample adds 1.
     """
 
     window: Window
@@ -343,7 +350,15 @@ def as_rule(rule: AnyWindow | Rule) -> Rule:
             f"rule: expected a number, a window or a rule, got {rule}; average with AnyTail(), and "
             f"read the average with value({type(rule).__name__}(…))"
         )
-    return rule if isinstance(rule, Rule) else AnytimeWindow(as_window(rule, "rule"))
+    if isinstance(rule, Rule):
+        return rule
+    rule = as_elapsed(rule)
+    return AnytimeWindow(rule if isinstance(rule, Elapsed) else as_window(rule, "rule"))
+
+
+def is_timed(rule: Rule) -> bool:
+    """Return whether the rule has a window of time, so that each sample has a time."""
+    return isinstance(rule, AnytimeWindow | Exponential) and rule.is_timed
 
 
 def as_training_rule(rule: AnyWindow | Rule, stacklevel: int = 4) -> TrainingRule:
@@ -353,6 +368,11 @@ def as_training_rule(rule: AnyWindow | Rule, stacklevel: int = 4) -> TrainingRul
     so that the warning points to the user's line.
     """
     given = as_rule(rule)
+    if is_timed(given):
+        raise TypeError(
+            f"rule: {given} averages samples that have times; the weights of a model have none: "
+            "use a number of steps or a fraction"
+        )
     if isinstance(given, ExactWindow):
         raise TypeError(
             f"rule: {given} holds every sample, which takes too much memory for a model; use "
@@ -392,6 +412,8 @@ def _samples_of(decay: float) -> int:
 
 def window_of(rule: Rule, window: Reading | None, t: int) -> Window | ByAge:
     """Return the window or decay of an average at step t: the rule's own window, or `window`."""
+    if isinstance(window, Counted):
+        return window
     if isinstance(rule, AnyTail):
         return rule.window(window, t)
     if window is not None:
@@ -476,4 +498,5 @@ def size_of(rule: Rule, window: Reading | None, t: int) -> float:
     if isinstance(rule, AnyTail) and window is None:
         return float(t)
     reading = window_of(rule, window, t)
-    return float(reading.size(t) if isinstance(rule, AnyTail) else rule.size(t))
+    is_read = isinstance(rule, AnyTail) or isinstance(reading, Counted)
+    return float(reading.size(t) if is_read else rule.size(t))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from datetime import timedelta
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from numbers import Integral, Real
@@ -16,6 +17,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from tailavg.core.elapsed import Elapsed
 
 __all__ = [
     "BITS",
@@ -25,8 +28,10 @@ __all__ = [
     "AnyWindow",
     "Fixed",
     "Growing",
+    "OfAnyWindow",
     "OfWindow",
     "Window",
+    "as_elapsed",
     "as_window",
     "fraction",
     "positive_int",
@@ -241,7 +246,7 @@ AnyWindow = Window | int | float
 def as_window(window: AnyWindow, name: str = "window") -> Window:
     """Return a window for a number: 100 is the last hundred samples, 0.25 the last quarter.
 
-    Error messages call the argument `name`.
+    Raise a TypeError for a window of time. Error messages call the argument `name`.
 
     Examples:
         >>> as_window(1), as_window(1.0)
@@ -249,6 +254,11 @@ def as_window(window: AnyWindow, name: str = "window") -> Window:
     """
     if isinstance(window, Fixed | Growing):
         return window
+    if isinstance(window, Elapsed | str | timedelta | np.timedelta64):
+        raise TypeError(
+            f"{name}: expected a number of samples or a fraction, got {window!r}; a window of time "
+            "works in TailAverage and TailAverages, with AnytimeWindow or Exponential"
+        )
     expected = "expected an int >= 1 (a number of samples) or a float in (0, 1] (a fraction)"
     if isinstance(window, bool | np.bool_) or not isinstance(window, Real):
         raise TypeError(f"{name}: {expected}, got {window!r} of type {type(window).__name__}")
@@ -262,6 +272,11 @@ def as_window(window: AnyWindow, name: str = "window") -> Window:
 _fixed, _growing = lru_cache(Fixed), lru_cache(Growing)  # reads often repeat the same few windows
 
 
+def as_elapsed(window: Any) -> Any:
+    """Return the `Elapsed` that a text or a timedelta stands for, and anything else unchanged."""
+    return Elapsed(window) if isinstance(window, str | timedelta | np.timedelta64) else window
+
+
 class OfWindow:
     """Base of rules with a window, which may be given as a number."""
 
@@ -273,6 +288,20 @@ class OfWindow:
     def size(self, t: Any) -> Any:
         """Return k_t."""
         return self.window.size(t)
+
+
+class OfAnyWindow(OfWindow):
+    """Base of rules whose window may also be an `Elapsed`, or text or a timedelta for one."""
+
+    def __init__(self, window: AnyWindow | Elapsed) -> None:
+        window = as_elapsed(window)
+        window = window if isinstance(window, Elapsed) else as_window(window)
+        object.__setattr__(self, "window", window)
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether samples have times."""
+        return isinstance(self.window, Elapsed)
 
 
 def smaller(a: Any, b: Any) -> Any:

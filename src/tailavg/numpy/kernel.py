@@ -31,7 +31,7 @@ from tailavg.core.equation import weights
 from tailavg.core.windows import TIE, Fixed, Window
 from tailavg.numpy.arithmetic import MEAN, NOISE, STD
 
-__all__ = ["LONG", "SHORT", "installed", "kernel", "window_numbers"]
+__all__ = ["GIVEN", "LONG", "SHORT", "installed", "kernel", "window_numbers"]
 
 LONG = 20_000
 """From this many numbers on, numba saves more time than its import takes, half a second."""
@@ -46,6 +46,9 @@ GROUPED = 10
 """With many groups, one number takes as long as this many numbers of a single group."""
 
 _TIE = float(TIE)
+GIVEN = 2
+"""A plan whose weights are given: see `scan_blocks`."""
+
 _TOGETHER = 1024  # the most samples to weigh together, so that they fit into the cache
 _RAMP = np.arange(1.0, FOLD + 1.0)  # compiled code converts integers to floats slowly
 
@@ -408,7 +411,7 @@ def scan_blocks(
     plan: Any,
     ends: Any,
     window: Any,
-    steady: bool,
+    steady: int,
     each: Any,
     of_old: Any,
     statistic: Any,
@@ -417,7 +420,7 @@ def scan_blocks(
 
     `plan` has the runs of `BlockClock.runs`, and `ends` the steps at which the runs end. After its
     last run, the plan begins again. If the plan is `steady`, the weights repeat, too: they are kept
-    in `each` and `of_old`.
+    in `each` and `of_old`. If it is `GIVEN`, the weights are already there.
     """
     width, last = xs.shape[1], starts.shape[1] - 1
     numbers, averages = xs.reshape(xs.size), out.reshape(out.size)
@@ -458,7 +461,7 @@ def scan_blocks(
             old = start[first] - start[oldest] if oldest >= 0 else 0
             n = min(stop - at, end - t, FOLD - (t - fold))
             place = t - repeated - begin if steady else 0
-            if repeated == 0 or not steady:
+            if steady != GIVEN and (repeated == 0 or not steady):
                 new = float(t - start[first])
                 fill_weights(each, of_old, place, n, float(old), new, float(t), window)
             newer = blocks[: newer_blocks(start, fold, first, blocks, sizes)]
@@ -499,6 +502,132 @@ def scan_blocks(
             if run == len(plan):
                 run, repeated = 0, t - begin
         counts[row], folded[row] = t, fold
+
+
+def plan_elapsed(
+    times: Any,
+    start: Any,
+    t: int,
+    first: Any,
+    latest: Any,
+    length: int,
+    plan: Any,
+    each: Any,
+    of_old: Any,
+) -> Any:
+    """Write the plan and the weights with which `scan_blocks` scans samples that have times.
+
+    These are the decisions of `tailavg.core.clock.ElapsedClock`. The clock's times, `first` and
+    `latest`, are updated; `start` is not. Return the number of runs in the plan.
+    """
+    last, at, runs, starts = len(start) - 1, 0, 0, start.copy()
+    while at < len(times):
+        time, gone = times[at], -1
+        if t > 0 and (time - first[last]) * last >= length:
+            gone = 0
+            for block in range(last):
+                starts[block] = starts[block + 1]
+                first[block], latest[block] = first[block + 1], latest[block + 1]
+            starts[last] = t
+        if gone == 0 or t == 0:
+            first[last] = time
+        latest[last] = time
+        oldest = 0  # the oldest block with samples in the period
+        while oldest < last and (
+            starts[oldest] == starts[oldest + 1] or latest[oldest] <= time - length
+        ):
+            oldest += 1
+        # the run ends when the open block is full, or the period passes a block's start or end
+        until, old, new, rate = first[last] - (-length // last), 0.0, float(t - starts[last]), 0.0
+        if oldest < last:
+            old, new = float(starts[oldest + 1] - starts[oldest]), float(t - starts[oldest + 1])
+            if first[oldest] <= time - length:
+                rate = (old - 1.0) / (latest[oldest] - first[oldest])
+                until = min(until, latest[oldest] + length)
+            else:
+                until = min(until, first[oldest] + length)
+        i = 0
+        while at < len(times) and i < FOLD and (i == 0 or times[at] < until):
+            inside = rate * (latest[oldest] - times[at] + length) if rate > 0.0 else old
+            each[at], of_old[at] = weights(old, new + _RAMP[i], old - inside, math.sqrt)
+            i += 1
+            at += 1
+        latest[last] = times[at - 1]
+        plan[runs, 0], plan[runs, 1], plan[runs, 2] = i, oldest if oldest < last else -1, gone
+        t += i
+        runs += 1
+    return runs
+
+
+def scan_elapsed_decay(
+    xs: Any,
+    out: Any,
+    times: Any,
+    bounds: Any,
+    counts: Any,
+    folded: Any,
+    means: Any,
+    sums: Any,
+    variances: Any,
+    squares: Any,
+    firsts: Any,
+    lasts: Any,
+    decays: Any,
+    length: int,
+    statistic: Any,
+) -> None:
+    """Scan samples with times into each row of a table, as `ElapsedDecayClock` says.
+
+    `decays` has its effective size, the decay of the first sample after the fold, and the scale.
+    """
+    kind, width, spread = xs.dtype.type, xs.shape[1], squares.shape[1] > 0
+    noise = NOISE * np.finfo(xs.dtype).eps
+    for row in range(len(counts)):
+        t, fold = counts[row], folded[row]
+        size, first, scale = decays[row, 0], decays[row, 1], decays[row, 2]
+        mean, total, variance, square = means[row], sums[row], variances[row], squares[row]
+        for at in range(bounds[row], bounds[row + 1]):
+            weight, decay, leaving = 1.0, 0.0, 0.0
+            if t > 0:
+                if times[at] - firsts[row, 0] >= length:
+                    leaving = size * min(1.0, (times[at] - lasts[row, 0]) / length)
+                weight, decay = weights(size, 1.0, leaving, math.sqrt)
+                decay = abs(decay)
+            else:
+                firsts[row, 0] = times[at]
+                if spread:  # the first sample is the shift
+                    for j in range(width):
+                        mean[0, j] = xs[at, j]
+            lasts[row, 0], size = times[at], size + 1.0 - leaving
+            if t > fold and (t - fold >= FOLD or scale * decay < SMALLEST):
+                of_mean = first * scale
+                how = (1.0 - of_mean) / scale, 1.0 - of_mean, decay
+                fold_sums(mean, total, variance, square, *how)
+                fold = t
+            if t == fold:
+                first, scale = decay, 1.0
+            else:
+                scale *= decay
+            factor, kept = kind(weight / scale), first * scale
+            for j in range(width):
+                total[j] += xs[at, j] * factor
+                middle = mean[0, j]
+                if spread:
+                    apart = xs[at, j] - middle
+                    square[j] += apart * apart * factor
+                if statistic[0] == MEAN:
+                    old = kind(kept) * middle if kept != 0.0 else kind(0.0)  # 0 times NaN is NaN
+                    out[at, j] = old + kind(scale) * total[j]
+                else:
+                    moved = scale * total[j] - (1.0 - kept) * middle
+                    second = kept * variance[0, j] + scale * square[j]
+                    result, limit = second - moved * moved, noise * (middle + moved)
+                    result = 0.0 if result <= limit * limit else result
+                    result /= 1.0 - statistic[1] / size
+                    out[at, j] = kind(math.sqrt(result) if statistic[0] == STD else result)
+            t += 1
+        counts[row], folded[row] = t, fold
+        decays[row, 0], decays[row, 1], decays[row, 2] = size, first, scale
 
 
 def scan_small_blocks(
@@ -819,6 +948,8 @@ _LOOPS: list[Any] = [
     scan_spread,
     scan_spread_rows,
     scan_blocks,
+    plan_elapsed,
+    scan_elapsed_decay,
     scan_small_blocks,
     scan_small_spread,
     fill_factors,
