@@ -2,6 +2,7 @@
 
 TYPE_CHECKING = False  # importing typing would take time
 if TYPE_CHECKING:
+    from tailavg.core.elapsed import Elapsed
     from tailavg.core.profile import Profile
     from tailavg.core.readings import Decay, Freshest
     from tailavg.core.rules import AnyTail, AnytimeWindow, ExactWindow, Exponential, RawTail
@@ -12,6 +13,7 @@ __all__ = [
     "AnyTail",
     "AnytimeWindow",
     "Decay",
+    "Elapsed",
     "ExactWindow",
     "Exponential",
     "Fixed",
@@ -32,7 +34,7 @@ def __getattr__(name: str) -> object:
     if name in ("core", "numpy"):
         return import_module(f"tailavg.{name}")
     if name in __all__:
-        for module in ("numpy", "core.rules", "core.windows", "core.readings", "core.profile"):
+        for module in ("numpy", "core.elapsed", "core.rules", "core.windows", "core.readings", "core.profile"):
             members = vars(import_module(f"tailavg.{module}"))
             globals().update({public: members[public] for public in __all__ if public in members})
         return globals()[name]

@@ -22,7 +22,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, Self
 
 import numpy as np
@@ -49,11 +49,14 @@ __all__ = [
     "BlockClock",
     "Clock",
     "DecayClock",
+    "ElapsedClock",
+    "ElapsedDecayClock",
     "SampleClock",
     "Store",
     "clock_for",
     "factors",
     "starts_at",
+    "time_error",
 ]
 
 FOLD = 256
@@ -129,8 +132,10 @@ class Clock(ABC):
     def copy(self) -> Self:
         """Return a clock at the same step."""
         copy = object.__new__(type(self))
-        for name in (*Clock.__slots__, *type(self).__slots__):
-            setattr(copy, name, getattr(self, name))
+        for kind in type(self).__mro__[:-2]:  # but ABC and object
+            for name in kind.__slots__:  # type: ignore[attr-defined]
+                if hasattr(self, name):
+                    setattr(copy, name, getattr(self, name))
         return copy
 
     @property
@@ -167,7 +172,7 @@ class Clock(ABC):
         Blocks without a weight are left out, since 0 times NaN is NaN.
         """
 
-    def restore(self, count: int, starts: Sequence[int], folded: int) -> None:
+    def restore(self, count: int, starts: Sequence[int], folded: int, *times: Any) -> None:
         """Resume from a state. Raise a ValueError, and change nothing, if the state is impossible.
 
         The time that this takes does not depend on `count`.
@@ -178,11 +183,19 @@ class Clock(ABC):
                 f"corrupt state: {self.rule} cannot have blocks that start at {list(starts)[:20]}, "
                 f"folded up to {folded}, after {count} samples"
             )
-        self.resume(count, blocks, folded)
+        self.resume(count, blocks, folded, *times)
 
     @abstractmethod
-    def resume(self, count: int, blocks: list[int], folded: int) -> None:
-        """Resume from a state that is known to be possible."""
+    def resume(self, count: int, blocks: list[int], folded: int, *times: Any) -> None:
+        """Resume from a state that is known to be possible.
+
+        A clock whose samples have times also needs its `times`.
+        """
+
+    @property
+    def step(self) -> tuple[Any, ...]:
+        """What `resume` needs to return to this step."""
+        return self.count, self.blocks, self.folded
 
     @abstractmethod
     def _possible(self, count: int, starts: list[int], folded: int) -> list[int] | None:
@@ -198,7 +211,7 @@ class BlockClock(Clock):
     closes: int
     """The step after which the open block takes no more samples."""
 
-    def resume(self, count: int, blocks: list[int], folded: int) -> None:
+    def resume(self, count: int, blocks: list[int], folded: int, *times: Any) -> None:
         self.blocks, self.count, self.folded = blocks, count, folded
         self._schedule()
 
@@ -442,7 +455,7 @@ class DecayClock(Clock):
             self._scales = scales = scales.tolist()
         return scales
 
-    def resume(self, count: int, blocks: list[int], folded: int) -> None:
+    def resume(self, count: int, blocks: list[int], folded: int, *times: Any) -> None:
         self.blocks, self.count, self.folded = blocks, count, folded
         self._steady_from = self.rule.window.steady_from
         self._use(self._factors(count, folded))
@@ -578,21 +591,61 @@ class ElapsedClock(BlockClock):
         elapsed: Any = self.rule.window
         return int(elapsed.length)
 
+    @property
+    def until(self) -> int:
+        """The time from which samples do not join the open block."""
+        return self.firsts[-1] - (-self.length // (len(self.firsts) - 1))
+
     def arrive(self, time: int) -> None:
         """Say at which time the next sample comes. Raise a ValueError if time goes back."""
-        _check_time(self, time)
+        if self.count and time < self.time:
+            raise time_error(time, self.time)
         self._arriving = time
         if not self.count:
             self.firsts = [*self.firsts[:-1], time]
-        elif (time - self.firsts[-1]) * (len(self.firsts) - 1) >= self.length:
+        elif time >= self.until:
             self.closes = self.next = self.count
             return
         self.lasts = [*self.lasts[:-1], time]
+
+    def admit(self) -> float:
+        """Return the factor of the next sample, which is 1."""
+        return 1.0
+
+    def elapsed(self) -> dict[str, Any]:
+        """Return the times of the blocks that have samples as plain data, for a state."""
+        number = len(self.starts)
+        first = len(self.blocks) - number
+        return {"first": self.firsts[first:], "last": self.lasts[first:]} if number else {}
+
+    def restore_elapsed(self, count: int, starts: list[int], folded: int, times: Any) -> None:
+        """Do what `restore` does, with the times that `elapsed` returned."""
+        firsts, lasts = (
+            [times.get(name) for name in ("first", "last")] if isinstance(times, dict) else [[], []]
+        )
+        in_order = list(chain.from_iterable(zip(firsts, lasts, strict=False)))
+        rises = all(type(t) is int for t in in_order) and in_order == sorted(in_order)
+        if not (len(firsts) == len(lasts) == len(starts) and rises):
+            raise ValueError(f"state: elapsed: expected the times of {len(starts)} blocks, {times}")
+        empty = [0] * (len(self.blocks) - len(starts))
+        self.restore(count, starts, folded, ([*empty, *firsts], [*empty, *lasts]))
 
     def _open(self, t: int) -> tuple[int, float]:
         time = self._arriving
         self.firsts, self.lasts = [*self.firsts[1:], time], [*self.lasts[1:], time]
         return super()._open(t)
+
+    def counts(self, times: Any) -> Any:
+        """Return what `samples` does at times whose samples join the open block, as an array."""
+        starts = np.asarray(times) - self.length
+        k: Any = np.arange(self.count + 1.0, self.count + 1.0 + len(starts)) - self.blocks[-1]
+        for block, (start, end) in enumerate(pairwise(self.blocks)):
+            if start < end:
+                first, last = self.firsts[block], self.lasts[block]
+                cut = (end - start - 1) * ((last - starts) / max(1, last - first))
+                inside = np.where(first > starts, end - start, np.where(last > starts, cut, 0.0))
+                k = k + inside
+        return k
 
     def samples(self, at: int | None = None) -> Counted:
         """Return the number of samples in the period before a time, by default the newest's."""
@@ -607,14 +660,14 @@ class ElapsedClock(BlockClock):
             window = self.samples()  # type: ignore[assignment]
         return super().terms(window) if window.k else []  # type: ignore[union-attr]
 
-    def resume(
-        self,
-        count: int,
-        blocks: list[int],
-        folded: int,
-        times: tuple[list[int], list[int]] | None = None,
-    ) -> None:
-        self.firsts, self.lasts = times or ([0] * len(blocks), [0] * len(blocks))
+    @property
+    def step(self) -> tuple[Any, ...]:
+        return *super().step, self.times
+
+    def resume(self, count: int, blocks: list[int], folded: int, *times: Any) -> None:
+        none = [0] * len(blocks)
+        self.firsts, self.lasts = times[0] if times else (none, none)
+        self._arriving = 0
         super().resume(count, blocks, folded)
 
     def _schedule(self) -> None:
@@ -627,6 +680,9 @@ class ElapsedClock(BlockClock):
         return blocks[0] >= 0 and all(
             a < b or a == b == 0 for a, b in pairwise([*blocks, count])
         )
+
+
+_ELAPSED = ("first", "last", "size", "decay", "scale")
 
 
 class ElapsedDecayClock(DecayClock):
@@ -654,17 +710,31 @@ class ElapsedDecayClock(DecayClock):
 
     def arrive(self, time: int) -> None:
         """Say at which time the next sample comes. Raise a ValueError if time goes back."""
-        _check_time(self, time)
+        if self.count and time < self.time:
+            raise time_error(time, self.time)
         elapsed: Any = self.rule.window
         weight, decay, leaving = 1.0, 0.0, 0.0
         if self.count:
             if time - self.first >= elapsed.length:
                 leaving = self.size * min(1.0, (time - self.time) / elapsed.length)
             weight, decay = weights(self.size, 1.0, leaving)
-        self._arriving = time, self.size + 1.0 - leaving, weight, abs(decay)
+        self._arriving = time, 1.0 + (self.size - leaving), weight, abs(decay)
         in_sum = self.count - self.folded
         due = in_sum and (in_sum >= FOLD or self.scale * abs(decay) < SMALLEST)
         self.next = self.count if due else NEVER
+
+    def elapsed(self) -> dict[str, Any]:
+        """Return the times as plain data, for a state."""
+        return dict(zip(_ELAPSED, self.times, strict=True)) if self.count else {}
+
+    def restore_elapsed(self, count: int, starts: list[int], folded: int, times: Any) -> None:
+        """Do what `restore` does, with the times that `elapsed` returned."""
+        values = [times.get(name) for name in _ELAPSED] if isinstance(times, dict) else []
+        kinds = [type(value) for value in values]
+        fits = kinds == [int, int, float, float, float] and values[0] <= values[1]
+        if not (fits and values[2] >= 1.0 and 0.0 <= values[3] <= 1.0 and 0.0 < values[4] <= 1.0):
+            raise ValueError(f"state: elapsed: expected {', '.join(_ELAPSED)}, got {times!r}")
+        self.restore(count, starts, folded, tuple(values))
 
     def admit(self) -> float:
         """Take the sample that arrives, after `prepare`. Return its factor in the sum."""
@@ -697,26 +767,28 @@ class ElapsedDecayClock(DecayClock):
         terms = [(weight, block) for weight, block in ((of_mean, 0), (of_sum, SUM)) if weight]
         return [] if window is not None and not window.k else terms  # type: ignore[union-attr]
 
-    def resume(
-        self,
-        count: int,
-        blocks: list[int],
-        folded: int,
-        times: tuple[int, int, float, float, float] | None = None,
-    ) -> None:
+    @property
+    def step(self) -> tuple[Any, ...]:
+        return *super().step, self.times
+
+    def resume(self, count: int, blocks: list[int], folded: int, *times: Any) -> None:
+        none = 0, 0, 0.0, 0.0, 1.0
         self.blocks, self.count, self.folded, self.next = blocks, count, folded, NEVER
-        self.first, self.time, self.size, self.decay, self.scale = times or (0, 0, 0.0, 0.0, 1.0)
+        self.factors = []
+        self._arriving = 0, 0.0, 0.0, 0.0
+        self.first, self.time, self.size, self.decay, self.scale = times[0] if times else none
 
     def _possible(self, count: int, starts: list[int], folded: int) -> list[int] | None:
         return [0] if 0 <= folded <= count and starts == [0][:count] else None
 
 
-def _check_time(clock: ElapsedClock | ElapsedDecayClock, time: int) -> None:
-    if clock.count and time < clock.time:
-        raise ValueError(
-            f"t: expected times that do not go back, got {time / 1e9:.9g} s after "
-            f"{clock.time / 1e9:.9g} s; sort the samples by time"
-        )
+def time_error(time: int, before: int) -> ValueError:
+    """Return the error for a time before that of the sample before."""
+    back = (before - time) / 1e9
+    return ValueError(
+        f"t: expected times that do not go back, got one {back:.9g} s before the last; sort the "
+        "samples by time"
+    )
 
 
 class SampleClock(Clock):
@@ -742,7 +814,7 @@ class SampleClock(Clock):
         window_of(self.rule, window, self.count)
         return [(1.0 / self.kept, block) for block in range(self.kept)]
 
-    def resume(self, count: int, blocks: list[int], folded: int) -> None:
+    def resume(self, count: int, blocks: list[int], folded: int, *times: Any) -> None:
         self.blocks, self.count, self.folded, self.next = blocks, count, count, NEVER
 
     def _possible(self, count: int, starts: list[int], folded: int) -> list[int] | None:

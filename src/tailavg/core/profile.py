@@ -10,7 +10,7 @@ import numpy as np
 
 from tailavg.core.equation import read
 from tailavg.core.readings import ByAge, Reading
-from tailavg.core.rules import ExactWindow, Exponential, Rule, size_of, window_of
+from tailavg.core.rules import ExactWindow, Exponential, Rule, is_timed, size_of, window_of
 from tailavg.core.windows import Reals
 
 __all__ = [
@@ -75,6 +75,8 @@ def effective_size(
     rule: Rule, starts: Sequence[int], t: int, window: Reading | None = None
 ) -> float:
     """Return 1 / Σα², as `profile` does, in a time that does not depend on t."""
+    if isinstance(rule, Exponential) and is_timed(rule):
+        return size_of(rule, window, t)
     if isinstance(rule, Exponential | ExactWindow):
         window_of(rule, window, t)
         return float(min(t, rule.size(t) if isinstance(rule, Exponential) else rule.samples(t)))
@@ -89,6 +91,8 @@ def newest_first(
     window_of(rule, window, t)
     if not t:
         return
+    if isinstance(rule, Exponential) and is_timed(rule):
+        raise ValueError(f"weights: those of {rule} depend on all times, which are not kept")
     if isinstance(rule, Exponential):
         kept = 1.0  # the weight of all samples up to step t
         while t > 0 and kept > 0.0:

@@ -16,6 +16,11 @@ A state is a dict of plain data:
   into a mean; for an `Exponential`, the sum of the samples after step `folded`, where sample i is
   multiplied by (1 - decay(i)) / (decay(folded + 2) ⋯ decay(i))
 
+If the window is a period of time, `elapsed` has times in nanoseconds: for each block, those of the
+`first` and the `last` sample. An `Exponential` has `first` and `last` of all samples, its effective
+`size`, the `decay` of the first sample after `folded`, and the `scale`, the product of the decays
+of the samples after that one.
+
 An average with `variance=True` has two more:
 
 - `variances`: for each block, the mean squared deviation of its samples from the mean, stacked like
@@ -60,6 +65,7 @@ from zipfile import ZIP_STORED, ZipFile, ZipInfo
 import numpy as np
 import numpy.typing as npt
 
+from tailavg.core.elapsed import Elapsed
 from tailavg.core.rules import AnyTail, AnytimeWindow, ExactWindow, Exponential, RawTail, Rule
 from tailavg.core.windows import MOST, Fixed, Growing, short_repr
 from tailavg.io.files import saved_folder, sync, whole_file, whole_folder
@@ -114,7 +120,7 @@ _OF_BLOCKS = ("starts", "blocks", "variances")  # lists of lists, of averages by
 _DTYPES = {np.dtype(code).name: np.dtype(code) for code in "fdgFDG"}
 _TYPES: dict[str, Any] = {
     kind.__name__: kind
-    for kind in (Fixed, Growing, AnytimeWindow, Exponential, ExactWindow, RawTail, AnyTail)
+    for kind in (Fixed, Growing, Elapsed, AnytimeWindow, Exponential, ExactWindow, RawTail, AnyTail)
 }
 
 
@@ -323,7 +329,7 @@ def check(state: Any) -> dict[str, Any]:
     Raises:
         ValueError: If keys, types or version are not those of this layout.
     """
-    _check_fields(state, FORMAT, _FIELDS, {"calls": int} | _SPREAD)
+    _check_fields(state, FORMAT, _FIELDS, {"calls": int, "elapsed": Mapping} | _SPREAD)
     spread = _spread_in(state)
     checked, dtype = dict(state), state["dtype"]
     if dtype is not None and dtype not in _DTYPES:

@@ -15,11 +15,12 @@ from typing import Any, Literal, Self, get_args
 import numpy as np
 import numpy.typing as npt
 
-from tailavg.core.clock import SUM, BlockClock, DecayClock, SampleClock, clock_for
+from tailavg.core.clock import SUM, BlockClock, DecayClock, SampleClock, clock_for, time_error
 from tailavg.core.equation import weights
 from tailavg.core.profile import Profile, block_weights, dense_weights, effective_size, profile
 from tailavg.core.readings import Reading
-from tailavg.core.rules import AnyTail, Rule, as_rule, size_of, window_of
+from tailavg.core.elapsed import nanoseconds, now, times_in
+from tailavg.core.rules import AnyTail, Rule, as_rule, is_timed, size_of, window_of
 from tailavg.core.windows import AnyWindow, Fixed, Reals, short_repr
 from tailavg.io import state as layout
 from tailavg.numpy import fallback
@@ -145,8 +146,11 @@ class TailAverage:
         self._due = self._left = 0
         self._check_real()
 
-    def update(self, x: Any) -> None:
+    def update(self, x: Any, t: Any = None) -> None:
         """Take one sample: a number, or an array of the shape of the samples before.
+
+        With an `Elapsed` window, `t` is the time of the sample: seconds, a datetime or a
+        datetime64; by default now, on a clock that never goes back.
 
         Examples:
             >>> average = TailAverage(2)
@@ -156,7 +160,7 @@ class TailAverage:
             array([ 2., 20.])
         """
         left, kind = self._left, x.__class__
-        if kind is self._plain:
+        if kind is self._plain and t is None:
             if kind is float:
                 if left:
                     factors = self._factors
@@ -179,10 +183,11 @@ class TailAverage:
                     return
                 self._atomically(self._add, x, x.shape)
                 return
-        self._update(x)
+        self._update(x, t)
 
-    def _update(self, x: Any) -> None:
+    def _update(self, x: Any, t: Any) -> None:
         """Take a sample that `update` has no fast path for."""
+        time = self._time_of(t)
         left = self._left
         if left and self._variances and x.__class__ is float and self._number and x == x:
             factor = 1.0 if self._factors is None else self._factors[left - 1]
@@ -210,10 +215,21 @@ class TailAverage:
             self._left = left - 1
             return
         number = not (sample.shape or isinstance(x, np.ndarray))
-        self._atomically(self._add, sample, None if number else sample.shape)
+        self._atomically(self._add, sample, None if number else sample.shape, time)
 
-    def value(self, window: Reading | None = None) -> Any:
+    def _time_of(self, t: Any) -> int | None:
+        """Return a time in nanoseconds; None if the window does not measure time."""
+        if is_timed(self.rule):
+            return now() if t is None else nanoseconds(t)
+        if t is not None:
+            raise TypeError(f"t: samples have times only with an Elapsed window, not {self.rule}")
+        return None
+
+    def value(self, window: Reading | None = None, *, at: Any = None) -> Any:
         """Return the average: a float, or a new array. An `AnyTail` needs a `window`.
+
+        With an `Elapsed` window, it ends at the newest sample, or at the time `at`. If no sample is
+        in the window, the average is NaN.
 
         Examples:
             >>> TailAverage(100).value()
@@ -221,13 +237,14 @@ class TailAverage:
             ValueError: value: expected at least one sample before the first read, got none
         """
         reader, left = self._reader, self._left
-        if reader is not None and left is not None and window is None:
+        if reader is not None and left is not None and window is None and at is None:
             value = reader(self._due - left, self._sum)
             if value is not None:
                 return value
         clock = self._now
         if not clock.count:
             raise layout.no_samples_error("value")
+        window = self._at(window, at)
         if window is None and self._number:
             self._reader = reader = _reader(clock, self._means)
             value = None if reader is None else reader(clock.count, self._sum)
@@ -235,6 +252,18 @@ class TailAverage:
                 return value
         average = self._average(window)
         return average.item() if self._shape is None and not self._number else average
+
+    def _at(self, window: Any, at: Any = None) -> Any:
+        """Return a reading; for an `Elapsed` window, the number of samples in it."""
+        time = None if at is None else self._time_of(at)
+        if not is_timed(self.rule):
+            return window
+        if window is not None:
+            window_of(self.rule, window, self.count)  # raises an error
+        clock = self._now
+        if time is not None and clock.count and time < clock.time:
+            raise time_error(time, clock.time)
+        return clock.samples(time)
 
     @np.errstate(all="ignore")  # infinities are data
     def _average(self, window: Reading | None, statistic: Statistic = _AVERAGE) -> Any:
@@ -256,7 +285,10 @@ class TailAverage:
             mean = self._samples.mean(clock.rule, clock.count)
             return mean.item() if self._number else mean.reshape(self._shape or ())
         value: Any = 0.0 if self._number else np.zeros(self._shape or (), self._dtype)
-        for weight, block in clock.terms(window):
+        terms = clock.terms(window)
+        if not terms:  # no sample is in the window
+            return value + np.nan
+        for weight, block in terms:
             value += weight * (self._sum if block == SUM else self._means[block])
         return value
 
@@ -292,11 +324,13 @@ class TailAverage:
         """Return a statistic."""
         if not self._now.count:
             raise layout.no_samples_error(statistic.name)
-        result = self._average(window, statistic)
+        result = self._average(self._at(window), statistic)
         return result if self._shape is not None or isinstance(result, float) else result.item()
 
-    def update_many(self, xs: Any) -> None:
+    def update_many(self, xs: Any, ts: Any = None) -> None:
         """Take many samples, along the first axis. This is much faster than many updates.
+
+        With an `Elapsed` window, `ts` has the time of each, as in `update`.
 
         Examples:
             >>> average = TailAverage(100)
@@ -305,28 +339,46 @@ class TailAverage:
             949.5
         """
         samples = numbers(xs, "samples")
-        rows, _ = self._checked_rows(samples)
+        times = self._times_of(ts, samples)
+        rows, kept = self._checked_rows(samples)
         if len(rows):  # otherwise there is nothing to do
-            self._atomically(self._take_many, samples, rows)
+            times = times if kept is None or times is None else times[kept]
+            self._atomically(self._take_many, samples, rows, times)
 
     @np.errstate(all="ignore")
-    def _take_many(self, samples: Array, rows: Array) -> None:
+    def _take_many(self, samples: Array, rows: Array, times: Array | None = None) -> None:
         self._begin_with(samples)
         clock = self._clock
-        if isinstance(clock, BlockClock) and self._variances is None:
+        if isinstance(clock, BlockClock) and self._variances is None and times is None:
             self._pool(rows)
         elif self._samples is not None:
             clock.count += len(rows)
             self._samples = self._samples.added(rows, clock.kept)
         else:
             table, loops = self._table(), self._loops(rows)
-            table.add(rows if loops is None else np.ascontiguousarray(rows, self._dtype), loops)
+            xs = rows if loops is None else np.ascontiguousarray(rows, self._dtype)
+            table.add(xs, loops, times)
             self._hold(table)
 
-    def scan(self, xs: Any, window: Windows = None, *, of: Of = "mean", ddof: int = 1) -> Array:
+    def _times_of(self, ts: Any, samples: Array) -> Array | None:
+        """Return the times of samples in nanoseconds; None if the window does not measure time."""
+        if not is_timed(self.rule):
+            self._time_of(ts)  # raises an error unless it is None
+            return None
+        if samples.ndim == 0:
+            return None
+        times = np.full(len(samples), now()) if ts is None else times_in(ts)
+        if len(times) != len(samples):
+            raise ValueError(f"ts: expected {len(samples)} times, one per sample, got {len(times)}")
+        return times
+
+    def scan(
+        self, xs: Any, window: Any = None, *, ts: Any = None, of: Of = "mean", ddof: int = 1
+    ) -> Array:
         """Take many samples, and return the average after each.
 
         An `AnyTail` needs a window. With a list of windows, the result has a first axis of windows.
+        With an `Elapsed` window, `ts`, or the second argument, has the times of the samples.
         With `of="variance"` or `of="std"`, return these instead of averages.
 
         Examples:
@@ -336,16 +388,20 @@ class TailAverage:
         statistic = Statistic.named(of, ddof)
         if statistic.of != MEAN and self._variances is None:
             raise no_variance_error(of)
+        if is_timed(self.rule) and ts is None:
+            window, ts = None, window
         samples = numbers(xs, "samples")
+        times = self._times_of(ts, samples)
         rows, kept = self._checked_rows(samples)
+        times = times if kept is None or times is None else times[kept]
         several = isinstance(window, list | tuple)
         windows: list[Any] = list(window) if isinstance(window, list | tuple) else [window]
         if not windows:
             raise ValueError("window: expected a window or a list of windows, got an empty list")
         for each in windows if isinstance(self.rule, AnyTail) else [window]:
-            window_of(self.rule, each, self.count + len(rows))  # type: ignore[arg-type]
+            window_of(self.rule, each, self.count + len(rows))
         if len(samples):
-            how = samples, rows, kept, windows, statistic
+            how = samples, rows, kept, windows, statistic, times
             averages: Array = self._atomically(self._scan, *how)
         else:
             shape = (self._shape or ()) if self.count else samples.shape[1:]
@@ -360,14 +416,15 @@ class TailAverage:
         kept: Array | None,
         windows: list[Any],
         statistic: Statistic,
+        times: Array | None,
     ) -> Array:
         before: list[Any] = [np.nan] * len(windows)
         if self._clock.count and kept is not None:
-            before = [self._average(window, statistic) for window in windows]
+            before = [self._average(self._at(window), statistic) for window in windows]
         shape = samples.shape[1:]
         if len(rows):
             self._begin_with(samples)
-            out = self._scan_rows(samples, rows, windows, statistic)
+            out = self._scan_rows(samples, rows, windows, statistic, times)
         else:
             out = np.empty((len(windows), 0), self._dtype)
         every = out.reshape(len(windows), len(rows), *shape)
@@ -380,7 +437,12 @@ class TailAverage:
         return np.concatenate([first, every], axis=1)[:, np.cumsum(kept)]
 
     def _scan_rows(
-        self, samples: Array, rows: Array, windows: list[Any], statistic: Statistic
+        self,
+        samples: Array,
+        rows: Array,
+        windows: list[Any],
+        statistic: Statistic,
+        times: Array | None,
     ) -> Array:
         """Take rows, and return the averages after each row, for each window."""
         clock, loops = self._clock, self._loops(rows)
@@ -388,7 +450,7 @@ class TailAverage:
         if self._samples is None:
             table = self._table()
             xs = rows if loops is None else np.ascontiguousarray(rows, self._dtype)
-            out = table.scan(xs, np.array([0, len(xs)]), readings, loops, statistic)
+            out = table.scan(xs, np.array([0, len(xs)]), readings, loops, statistic, times)
             self._hold(table)
             return out
         kept, out = self._samples.last(clock.kept), np.empty((1, *rows.shape), self._dtype)
@@ -446,7 +508,7 @@ class TailAverage:
             >>> average.size
             250.0
         """
-        return size_of(self.rule, None, self.count)
+        return size_of(self.rule, self._at(None), self.count)
 
     def weights(self, window: Reading | None = None) -> Reals:
         """Return the weight of each of the `count` samples, oldest first.
@@ -457,7 +519,7 @@ class TailAverage:
             >>> average.weights()
             array([0. , 0.5, 0.5])
         """
-        clock = self._now
+        clock, window = self._now, self._at(window)
         return dense_weights(self.rule, clock.starts, clock.count, window)
 
     def profile(self, window: Reading | None = None) -> Profile:
@@ -473,7 +535,7 @@ class TailAverage:
         clock = self._now
         if not clock.count:
             raise layout.no_samples_error("profile")
-        return profile(self.rule, clock.starts, clock.count, window)
+        return profile(self.rule, clock.starts, clock.count, self._at(window))
 
     @np.errstate(all="ignore")
     def standard_error(self, window: Reading | None = None, *, iid: bool = False) -> Any:
@@ -498,6 +560,7 @@ class TailAverage:
         t, starts = clock.count, clock.starts
         if not t:
             raise layout.no_samples_error("standard_error")
+        window = self._at(window)
         if iid:
             return self.std(window) / math.sqrt(effective_size(self.rule, starts, t, window))
         sizes, weights = (np.array(each) for each in block_weights(self.rule, starts, t, window))
@@ -565,6 +628,7 @@ class TailAverage:
             folded=folded,
             partial=as_data(partial),
             **dict(zip(("variances", "squares"), map(as_data, others), strict=False)),
+            **({"elapsed": clock.elapsed()} if is_timed(self.rule) else {}),
         )
 
     def _arrays(self) -> tuple[Any, ...]:
@@ -640,7 +704,10 @@ class TailAverage:
                 raise ValueError("state: variances or squares differ in shape from the blocks")
             if not np.can_cast(np.result_type(*arrays), average._dtype, "same_kind"):
                 raise ValueError(f"state: blocks are not of dtype {average._dtype}")
-            average._clock.restore(count, starts, folded)
+            if is_timed(average.rule):
+                average._clock.restore_elapsed(count, starts, folded, state.get("elapsed"))
+            else:
+                average._clock.restore(count, starts, folded)
             average._begin(None if state["scalar"] else shape, average._dtype)
             average._restore(*(array.astype(average._dtype) for array in arrays))
             average._commit()
@@ -725,7 +792,7 @@ class TailAverage:
     def _atomically(self, change: Callable[..., Any], *arguments: Any) -> Any:
         """Call `change` and commit it. If that fails, restore the state before the call."""
         clock = self._now
-        step = clock.count, clock.blocks, clock.folded
+        step = clock.step
         kind = self._dtype, self._shape, self._number, self._scratch
         numbers = self._means, self._sum, self._variances, self._squares, self._samples
         self._left = None
@@ -746,7 +813,7 @@ class TailAverage:
         """Set the attributes that the next updates need, from the state of the clock."""
         clock = self._clock
         t, self._reader = clock.count, None
-        quick = t and self._samples is None
+        quick = t and self._samples is None and not is_timed(self.rule)
         self._plain = None
         if quick and self._nan_policy == "propagate" and self._variances is None:
             self._plain = float if self._number else np.ndarray
@@ -804,7 +871,7 @@ class TailAverage:
         return (distance * distance * factor).astype(self._dtype, copy=False)
 
     @np.errstate(all="ignore")
-    def _add(self, sample: Array, shape: tuple[int, ...] | None) -> None:
+    def _add(self, sample: Array, shape: tuple[int, ...] | None, time: int | None = None) -> None:
         """Fold the sum and turn, if that is due, and take one sample."""
         clock = self._clock
         if not clock.count:
@@ -813,8 +880,10 @@ class TailAverage:
             clock.count += 1
             self._samples = self._samples.added(sample.reshape(1, sample.size), clock.kept)
             return
+        if time is not None:
+            clock.arrive(time)
         self._prepare()
-        factor = clock.factor
+        factor = clock.factor if time is None else clock.admit()
         if self._variances is not None:
             if clock.count == clock.blocks[-1]:  # the first sample of a block is its shift
                 self._means = [*self._means[:-1], self._begun(sample)]  # a copy
@@ -902,8 +971,7 @@ class TailAverage:
         variances = self._variances
         kind: Any = self._dtype
         table = Table(self.rule, 1, width, kind, variances is not None)
-        table.counts[0], table.folded[0] = clock.count, clock.folded
-        table.starts[0] = clock.blocks
+        table.hold_clock(0, clock)
         for row, mean in zip(table.means[0], self._means, strict=True):
             row[:] = np.reshape(mean, -1)
         table.sums[0] = np.reshape(self._sum, -1)
@@ -991,6 +1059,8 @@ def _reader(clock: Any, means: list[float]) -> Callable[[int, float], float | No
     Its results are bit-identical to the sum of the clock's `terms`. There is no such function for
     an `ExactWindow` or an `AnyTail`.
     """
+    if is_timed(clock.rule):
+        return None
     if isinstance(clock, DecayClock):
         folded, decay, scales, mean = clock.folded, clock.decay, clock.scales, means[0]
 

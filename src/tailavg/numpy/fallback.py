@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from tailavg.core.clock import BlockClock, DecayClock, SampleClock, factors
+from tailavg.core.clock import BlockClock, DecayClock, ElapsedClock, SampleClock, factors
+from tailavg.core.elapsed import Counted
 from tailavg.core.equation import weights
 from tailavg.core.readings import ByAge
 from tailavg.core.rules import AnyTail
@@ -76,25 +77,33 @@ def scan_blocks(
     state: tuple[Array, Array, Array, Array],
     xs: Array,
     out: Array,
-    window: Window | ByAge,
+    window: Any,
     statistic: Statistic,
 ) -> None:
     """Scan samples in blocks, and advance the clock. Equal blocks are scanned together.
 
-    `state` is the means, the sums, the variances and the squares.
+    `state` is the means, the sums, the variances and the squares. For an `ElapsedClock`, `window`
+    is the times of the samples.
     """
     means, sums, variances, squares = state
     dtype, width, last, done = wide(means.dtype), xs.shape[1], len(means) - 1, 0
     total, total_squares = sums.astype(dtype), squares.astype(dtype)
     while done < len(xs):
+        if isinstance(clock, ElapsedClock):
+            clock.arrive(int(window[done]))
         total, total_squares = _close(clock, means, variances, total, total_squares)
         t, blocks = clock.count, clock.blocks
         most = max(1, CHUNK // max(1, width))
         n, many = min(clock.closes - t, len(xs) - done, most), 1
         if t == blocks[-1] and n == clock.closes - t:
             many = _repeats(clock, window, min(len(xs) - done, 8 * most))
+        reading = window
+        if isinstance(clock, ElapsedClock):
+            times = window[done : done + n]
+            n, many = int(np.searchsorted(times, clock.until)), 1
+            reading = Counted(clock.counts(times[:n]))
         steps = t + np.arange(1.0, n + 1.0)
-        each, of_closed = block_weights(blocks, steps, window)
+        each, of_closed = block_weights(blocks, steps, reading)
         x = xs[done : done + many * n].reshape(many, n, width)
         running = np.cumsum(x, axis=1, dtype=dtype)
         running[0] += total
@@ -139,10 +148,12 @@ def scan_blocks(
         if many > 1:
             clock.advance(t + many * n)
         clock.count = t + many * n
+        if isinstance(clock, ElapsedClock):
+            clock.lasts = [*clock.lasts[:-1], int(times[n - 1])]
         clock.folded = max(clock.folded, clock.blocks[-1])
         if clock.overfull:
             total, total_squares = _fold(clock, means, variances, total, total_squares)
-    clock.resume(clock.count, clock.blocks, clock.folded)
+    clock.resume(*clock.step)
     sums[:], squares[:] = total, total_squares
 
 

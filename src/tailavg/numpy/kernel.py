@@ -31,7 +31,7 @@ from tailavg.core.equation import weights
 from tailavg.core.windows import TIE, Fixed, Window
 from tailavg.numpy.arithmetic import MEAN, NOISE, STD
 
-__all__ = ["GIVEN", "LONG", "SHORT", "installed", "kernel", "window_numbers"]
+__all__ = ["GIVEN", "LONG", "SHORT", "installed", "kernel", "plain_loops", "window_numbers"]
 
 LONG = 20_000
 """From this many numbers on, numba saves more time than its import takes, half a second."""
@@ -598,7 +598,7 @@ def scan_elapsed_decay(
                 if spread:  # the first sample is the shift
                     for j in range(width):
                         mean[0, j] = xs[at, j]
-            lasts[row, 0], size = times[at], size + 1.0 - leaving
+            lasts[row, 0], size = times[at], 1.0 + (size - leaving)
             if t > fold and (t - fold >= FOLD or scale * decay < SMALLEST):
                 of_mean = first * scale
                 how = (1.0 - of_mean) / scale, 1.0 - of_mean, decay
@@ -962,6 +962,11 @@ _LOOPS: list[Any] = [
 ]
 
 _PLAIN = SimpleNamespace(**{loop.__name__: loop for loop in _LOOPS})
+
+
+def plain_loops() -> SimpleNamespace:
+    """Return the loops, by name, as plain Python."""
+    return _PLAIN
 
 
 @lru_cache

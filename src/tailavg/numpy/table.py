@@ -14,14 +14,24 @@ from typing import Any
 
 import numpy as np
 
-from tailavg.core.clock import FOLD, SUM, BlockClock, Clock, DecayClock, clock_for
+from tailavg.core.clock import (
+    FOLD,
+    SUM,
+    BlockClock,
+    Clock,
+    DecayClock,
+    ElapsedClock,
+    ElapsedDecayClock,
+    clock_for,
+    time_error,
+)
 from tailavg.core.profile import effective_size
 from tailavg.core.readings import ByAge
-from tailavg.core.rules import AnyTail, Exponential, Rule
+from tailavg.core.rules import AnyTail, Exponential, Rule, is_timed
 from tailavg.core.windows import Fixed, Window
 from tailavg.numpy import fallback
 from tailavg.numpy.arithmetic import MEAN, Array, Statistic, spread, wide
-from tailavg.numpy.kernel import window_numbers
+from tailavg.numpy.kernel import GIVEN, plain_loops, window_numbers
 
 __all__ = ["Table", "record_type"]
 
@@ -32,9 +42,11 @@ SMALL = 256
 """Repeating blocks of at most this many samples are scanned side by side."""
 
 _ADDED = 1 << 14  # how many samples are added at a time without reading averages
+_PLANNED = 1 << 14  # how many samples with times are planned at once
 _WEIGHTS = 1 << 16  # the most weights to keep for repeating blocks; more do not fit into the cache
 _FLOAT64 = np.dtype(np.float64)
 _FIELDS = ("counts", "folded", "starts", "means", "sums", "variances", "squares")
+_TIMES = ("firsts", "lasts", "decays")
 _NOTHING = np.empty((2, FOLD))  # where a compiled scan writes the weights of a few steps
 _AVERAGE = Statistic()
 
@@ -72,6 +84,12 @@ class Table:
     """The variances of the blocks; no blocks without `variance`."""
     squares: Array
     """The sums of squared deviations since step `folded`; without `variance`, no columns."""
+    firsts: Array
+    """The times of the first samples of blocks, if samples have times; otherwise no columns."""
+    lasts: Array
+    """The times of the last samples."""
+    decays: Array
+    """The last three of `ElapsedDecayClock.times`."""
 
     def __init__(
         self,
@@ -89,6 +107,9 @@ class Table:
         self.sums = np.zeros((rows, width), dtype)
         self.variances = np.zeros((rows, blocks if variance else 0, width), dtype)
         self.squares = np.zeros((rows, width if variance else 0), dtype)
+        timed = is_timed(rule)
+        self.firsts, self.lasts = np.zeros((2, rows, blocks if timed else 0), np.int64)
+        self.decays = np.zeros((rows, 3 if timed and isinstance(rule, Exponential) else 0))
 
     def __len__(self) -> int:
         return len(self.counts)
@@ -102,18 +123,18 @@ class Table:
         """Return a copy of some rows."""
         taken = object.__new__(Table)
         taken.rule = self.rule
-        for name in _FIELDS:
+        for name in (*_FIELDS, *_TIMES):
             setattr(taken, name, getattr(self, name)[rows])
         return taken
 
     def put(self, rows: Array, other: Table) -> None:
         """Overwrite rows with those of another table."""
-        for name in _FIELDS:
+        for name in (*_FIELDS, *_TIMES):
             getattr(self, name)[rows] = getattr(other, name)
 
     def grow(self, rows: int) -> None:
         """Add empty rows, so that the table has `rows` rows."""
-        for name in _FIELDS:
+        for name in (*_FIELDS, *_TIMES):
             field = getattr(self, name)
             larger = np.zeros((rows, *field.shape[1:]), field.dtype)
             larger[: len(field)] = field
@@ -123,9 +144,23 @@ class Table:
         """Return the clock of a row."""
         clock = _first_clock(self.rule).copy()
         if self.counts[row]:
-            starts = self.starts[row].tolist()
-            clock.resume(int(self.counts[row]), starts, int(self.folded[row]))
+            starts, times = self.starts[row].tolist(), ()
+            if isinstance(clock, ElapsedClock):
+                times = ((self.firsts[row].tolist(), self.lasts[row].tolist()),)
+            elif isinstance(clock, ElapsedDecayClock):
+                first, last = int(self.firsts[row, 0]), int(self.lasts[row, 0])
+                times = ((first, last, *self.decays[row].tolist()),)
+            clock.resume(int(self.counts[row]), starts, int(self.folded[row]), *times)
         return clock
+
+    def hold_clock(self, row: int, clock: Clock) -> None:
+        """Store the integers of a clock."""
+        self.counts[row], self.folded[row] = clock.count, clock.folded
+        self.starts[row] = clock.blocks
+        if isinstance(clock, ElapsedClock):
+            self.firsts[row], self.lasts[row] = clock.times
+        elif isinstance(clock, ElapsedDecayClock):
+            self.firsts[row], self.lasts[row], *self.decays[row] = clock.times
 
     def records(self) -> Array:
         """Return the rows as records: see `record_type`."""
@@ -172,6 +207,7 @@ class Table:
         windows: Sequence[Any] = (None,),
         kernel: SimpleNamespace | None = None,
         statistic: Statistic = _AVERAGE,
+        times: Array | None = None,
     ) -> Array:
         """Take numbers of several rows. Return after each number the average of its row.
 
@@ -182,6 +218,7 @@ class Table:
             windows: As for `scan`.
             kernel: As for `scan`.
             statistic: As for `scan`.
+            times: As for `scan`.
 
         Returns:
             An array of averages for each window. An average without samples is NaN.
@@ -191,7 +228,7 @@ class Table:
         if counted is None or counted.all():
             sizes = np.bincount(codes, minlength=len(self)) if len(codes) else [len(xs)]
             bounds = np.concatenate([[0], np.cumsum(sizes)])
-            return self.scan(xs[:, None], bounds, windows, kernel, statistic)[:, :, 0]
+            return self.scan(xs[:, None], bounds, windows, kernel, statistic, times)[:, :, 0]
         sizes = np.bincount(codes[counted], minlength=len(self))
         bounds = np.concatenate([[0], np.cumsum(sizes)])
         latest = np.cumsum(counted) - 1  # the last number that was taken, up to each number
@@ -200,7 +237,9 @@ class Table:
         for row in np.unique(codes[~own]).tolist():
             if self.counts[row]:
                 before[:, row] = [self.read(row, window, statistic) for window in windows]
-        averages = self.scan(xs[counted][:, None], bounds, windows, kernel, statistic)[:, :, 0]
+        kept = None if times is None else times[counted]
+        how = windows, kernel, statistic, kept
+        averages = self.scan(xs[counted][:, None], bounds, *how)[:, :, 0]
         out = before[:, codes]
         out[:, own] = averages[:, latest[own]]
         return out
@@ -212,6 +251,7 @@ class Table:
         windows: Sequence[Window | ByAge | None] = (None,),
         kernel: SimpleNamespace | None = None,
         statistic: Statistic = _AVERAGE,
+        times: Array | None = None,
     ) -> Array:
         """Take samples. Return the average after each sample, for each window.
 
@@ -221,7 +261,11 @@ class Table:
             windows: The windows to read, if the rule is an `AnyTail`; otherwise [None].
             kernel: The loops to scan with; None for array operations.
             statistic: What to return in place of averages.
+            times: The times of the samples in nanoseconds, if the rule has a window of time. They
+                do not go back in a row.
         """
+        if times is not None:
+            return self._scan_elapsed(xs, times, bounds, kernel, statistic)
         out = np.empty((len(windows), *xs.shape), self.means.dtype)
         before = self.take(np.arange(len(self))) if len(windows) > 1 else self
         # the last scan leaves its state in the table: a compiled scan, if there is one
@@ -263,6 +307,36 @@ class Table:
             span = slice(*spans[row])
             self._scan_row(row, xs[span], out[span], window, kernel, statistic)
 
+    def _scan_elapsed(
+        self, xs: Array, times: Array, bounds: Array, kernel: Any, statistic: Statistic
+    ) -> Array:
+        out, window = np.empty((1, *xs.shape), self.means.dtype), Fixed(1)  # any window will do
+        length = self.rule.window.length  # type: ignore[union-attr]
+        for row in np.flatnonzero(np.diff(bounds)).tolist():
+            begin, end = int(bounds[row]), int(bounds[row + 1])
+            _check_times(times[begin:end], self.lasts[row, -1] if self.counts[row] else None)
+        if isinstance(self.rule, Exponential):
+            state = self.counts, self.folded, *self._fields()[3:], *self._times()
+            loops = kernel or plain_loops()
+            loops.scan_elapsed_decay(xs, out[0], times, bounds, *state, length, statistic)
+            return out
+        plan = np.empty((_PLANNED, 3), np.int64)
+        weights = np.empty((2, _PLANNED))
+        for row in np.flatnonzero(np.diff(bounds)).tolist():
+            begin, end = int(bounds[row]), int(bounds[row + 1])
+            if kernel is None:
+                span = slice(begin, end)
+                self._scan_by_arrays(row, xs[span], out[0, span], times[span], statistic)
+                continue
+            for at in range(begin, end, _PLANNED):
+                stop, t = min(at + _PLANNED, end), int(self.counts[row])
+                clock = self.starts[row], t, self.firsts[row], self.lasts[row], length
+                runs = plan[: kernel.plan_elapsed(times[at:stop], *clock, plan, *weights)]
+                span, until = np.array([[at, stop]]), t + np.cumsum(runs[:, 0])
+                how = span, *self._fields(), runs, until, window_numbers(window), GIVEN, *weights
+                kernel.scan_blocks(xs, out[0], np.array([row]), *how, statistic)
+        return out
+
     def _scan_row(
         self, row: int, xs: Array, out: Array, window: Window, kernel: Any, statistic: Statistic
     ) -> None:
@@ -303,8 +377,10 @@ class Table:
         assert isinstance(clock, BlockClock)
         state = self.means[row], self.sums[row], self.variances[row], self.squares[row]
         fallback.scan_blocks(clock, state, xs, out, window, statistic)
-        self.counts[row], self.folded[row] = clock.count, clock.folded
-        self.starts[row] = clock.blocks
+        self.hold_clock(row, clock)
+
+    def _times(self) -> tuple[Array, ...]:
+        return tuple(getattr(self, name) for name in _TIMES)
 
     def _fields(self) -> tuple[Array, ...]:
         return tuple(getattr(self, name) for name in _FIELDS)
@@ -348,16 +424,28 @@ class Table:
                 lost = (mean - self.means[row, 0]) * clock.decay
             self.sums[row] = np.where(np.isfinite(lost), lost, 0.0)
 
-    def add(self, xs: Array, kernel: SimpleNamespace | None) -> None:
+    def add(
+        self, xs: Array, kernel: SimpleNamespace | None, times: Array | None = None
+    ) -> None:
         """Take samples into a table of one row, without reading averages."""
-        if isinstance(self.rule, Exponential):
+        if isinstance(self.rule, Exponential) and times is None:
             nothing = np.empty((0, xs.shape[1]), xs.dtype)
             self._scan_decaying(xs, nothing, np.array([0, len(xs)]), kernel, _AVERAGE)
             return
         window = Fixed(1) if isinstance(self.rule, AnyTail) else None  # any window will do
         for start in range(0, len(xs), _ADDED):
             rows = xs[start : start + _ADDED]
-            self.scan(rows, np.array([0, len(rows)]), [window], kernel)
+            now = None if times is None else times[start : start + _ADDED]
+            self.scan(rows, np.array([0, len(rows)]), [window], kernel, times=now)
+
+
+def _check_times(times: Array, last: int | None) -> None:
+    """Raise a ValueError if times go back, or begin before the `last` of the samples before."""
+    back = times[1:] < times[:-1]
+    if back.any() or (last is not None and times[0] < last):
+        place = int(back.argmax()) + 1 if back.any() else 0
+        before = times[place - 1] if back.any() else last
+        raise time_error(int(times[place]), int(before))
 
 
 def record_type(rule: Rule, variance: bool = False) -> np.dtype[Any]:
