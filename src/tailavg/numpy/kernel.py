@@ -343,7 +343,8 @@ def scan_spread(
         total += xs[i] * kind(factors[i])
         squares += apart * apart * kind(factors[i])
         out[i], room[i] = total, squares
-    middle, noise = float(shift), NOISE * np.finfo(xs.dtype).eps
+    eps = np.finfo(xs.dtype).eps
+    middle, noise = float(shift), NOISE * eps
     for i in range(len(xs)):
         in_sum = 1.0 - of_old[i] - each[i] * newer
         moved = each[i] * out[i] - in_sum * middle
@@ -351,7 +352,8 @@ def scan_spread(
         second = of_old[i] * old_second + each[i] * (newer_second + room[i])
         variance = second - moved * moved
         limit = noise * (middle + moved)
-        variance = 0.0 if variance <= limit * limit else variance
+        limit = limit * limit + 4.0 * eps * moved * moved
+        variance = 0.0 if variance <= limit else variance
         out[i] = kind(variance * scales[i])
     if statistic[0] == STD:
         for i in range(len(xs)):
@@ -546,15 +548,17 @@ def plan_elapsed(
                 until = min(until, latest[oldest] + length)
             else:
                 until = min(until, first[oldest] + length)
-        i = 0
-        while at < len(times) and i < FOLD and (i == 0 or times[at] < until):
-            inside = rate * (latest[oldest] - times[at] + length) if rate > 0.0 else old
-            each[at], of_old[at] = weights(old, new + _RAMP[i], old - inside, math.sqrt)
-            i += 1
-            at += 1
+        n, most = 1, min(len(times) - at, FOLD)
+        while n < most and times[at + n] < until:
+            n += 1
+        now, of_each, of_oldest = times[at : at + n], each[at : at + n], of_old[at : at + n]
+        bound, floor = latest[oldest] + length, old if rate == 0.0 else 0.0
+        for i in range(n):
+            excess = old - rate * (bound - now[i]) - floor
+            of_each[i], of_oldest[i] = weights(old, new + _RAMP[i], excess, math.sqrt)
+        at, t = at + n, t + n
         latest[last] = times[at - 1]
-        plan[runs, 0], plan[runs, 1], plan[runs, 2] = i, oldest if oldest < last else -1, gone
-        t += i
+        plan[runs, 0], plan[runs, 1], plan[runs, 2] = n, oldest if oldest < last else -1, gone
         runs += 1
     return runs
 
@@ -581,7 +585,8 @@ def scan_elapsed_decay(
     `decays` has its effective size, the decay of the first sample after the fold, and the scale.
     """
     kind, width, spread = xs.dtype.type, xs.shape[1], squares.shape[1] > 0
-    noise = NOISE * np.finfo(xs.dtype).eps
+    eps = np.finfo(xs.dtype).eps
+    noise = NOISE * eps
     for row in range(len(counts)):
         t, fold = counts[row], folded[row]
         size, first, scale = decays[row, 0], decays[row, 1], decays[row, 2]
@@ -622,7 +627,8 @@ def scan_elapsed_decay(
                     moved = scale * total[j] - (1.0 - kept) * middle
                     second = kept * variance[0, j] + scale * square[j]
                     result, limit = second - moved * moved, noise * (middle + moved)
-                    result = 0.0 if result <= limit * limit else result
+                    limit = limit * limit + 4.0 * eps * moved * moved
+                    result = 0.0 if result <= limit else result
                     result /= 1.0 - statistic[1] / size
                     out[at, j] = kind(math.sqrt(result) if statistic[0] == STD else result)
             t += 1
@@ -715,7 +721,8 @@ def scan_small_spread(
 ) -> None:
     """Do the work of `scan_small_blocks` for the variances of numbers, one block at a time."""
     kind, closed, size = xs.dtype.type, len(means) - 1, len(each)
-    noise, scales = NOISE * np.finfo(xs.dtype).eps, np.empty(size)
+    eps, scales = np.finfo(xs.dtype).eps, np.empty(size)
+    noise = NOISE * eps
     if in_sum > 0:
         fold_sums(means, sums, variances, squares, in_sum, in_sum / size, size)
     place = 0
@@ -755,7 +762,8 @@ def scan_small_spread(
                 spread = of_old[i] * second + each[i] * (newer_second + square)
                 variance = spread - moved * moved
                 limit = noise * (middle + moved)
-                variance = 0.0 if variance <= limit * limit else variance
+                limit = limit * limit + 4.0 * eps * moved * moved
+                variance = 0.0 if variance <= limit else variance
                 out[start + i] = kind(variance * scales[i])
             place = until
         sums[0], squares[0] = total, square
