@@ -71,9 +71,11 @@ class ParameterAverage(CountedUpdates):
     weights.
 
     Args:
-        model: A module, pairs of names and tensors, or tensors alone, which are told apart by their
-            order. The wrappers of DDP, `torch.compile` and activation checkpointing do not change
-            the names. Tied parameters, by name or by memory, are kept once.
+        model: A module, a list of modules such as the `model_parts` of a pipeline, pairs of names
+            and tensors, or tensors alone, which are told apart by their order. The names are those
+            of `state_dict()`, of a list those of each part's. The wrappers of DDP, `torch.compile`
+            and activation checkpointing do not change them. Tied parameters, by name or by memory,
+            are kept once.
         rule: A number (an int n for the last n updates, a float in (0, 1] for the last fraction of
             them), a window or a rule.
         dtype: The lowest precision of the accumulators; those of float64 parameters are float64.
@@ -172,8 +174,9 @@ class ParameterAverage(CountedUpdates):
         skips, nor steps in which every learning rate and every gradient is 0.
 
         Args:
-            optimizer: An optimizer of torch, or a wrapper of one, as from `accelerator.prepare`. It
-                must have at least one of the averaged parameters.
+            optimizer: An optimizer of torch, a wrapper of one, as from `accelerator.prepare`, or
+                a container of several, such as torchtitan's, which counts as one. It must have at
+                least one of the averaged parameters.
 
         Returns:
             A handle; its `remove()` detaches the average.
@@ -441,11 +444,13 @@ class ParameterAverage(CountedUpdates):
     ) -> None:
         """Write the averaged model to a `.safetensors` file, atomically.
 
-        If the model is sharded, every process must call this, and rank 0 writes.
+        If the model is sharded, every process must call this, and the first of them writes: rank 0,
+        or in a pipeline the first rank of each stage, which needs a path of its own.
         """
-        sharded = any(map(is_sharded, self._tracking.averaged.values()))
         tensors = self.full_state_dict(dtype, window)
-        if not sharded or torch.distributed.get_rank() == 0:
+        sharded: Any = filter(is_sharded, self._tracking.averaged.values())
+        ranks = [int(tensor.device_mesh.mesh.min()) for tensor in sharded]
+        if not ranks or torch.distributed.get_rank() == min(ranks):
             write_safetensors(path, tensors)
 
     # State.
