@@ -71,11 +71,11 @@ def test_a_resumed_run_is_bit_identical_and_hugging_face_loads_the_average(tmp_p
 def test_the_average_has_a_lower_loss(tmp_path):
     printed = python(
         *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2),
-        *(EXAMPLES / "titan_loop.py", "--folder", tmp_path / "new", "--steps", 80),
+        *(EXAMPLES / "titan_loop.py", "--folder", tmp_path / "new", "--steps", 40),
         env=user_environment(OMP_NUM_THREADS="1"),
     ).stdout
     rows = re.findall(
         r"^step (\d+): loss ([\d.]+), of the average ([\d.]+)$", printed, re.MULTILINE
     )
-    assert [int(step) for step, _, _ in rows] == [40, 80]
+    assert [int(step) for step, _, _ in rows] == [40]
     assert all(1.38 < float(average) < float(raw) < 1.6 for _, raw, average in rows)
