@@ -383,7 +383,8 @@ class ParameterAverage(CountedUpdates):
         """Return the state dict of the averaged model, with the keys of `model.state_dict()`.
 
         The tensors are new. They have `dtype`, or by default the dtypes of the parameters, and are
-        sharded like the parameters.
+        sharded like the parameters. If hooks of the model compute tensors for its state dict, the
+        averages are swapped in for that time.
         """
         self._require_an_update("averaged_state_dict")
         terms = self._accumulators.clock.terms(window)
@@ -393,33 +394,34 @@ class ParameterAverage(CountedUpdates):
         def output_dtype(tensor: Tensor) -> torch.dtype:
             return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
+        outputs: dict[int, Tensor] = {}  # by the id of the tensor in the model
+
+        def output(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            if id(value) not in outputs:
+                outputs[id(value)] = value.detach().to(output_dtype(value), copy=True)
+            return outputs[id(value)]
+
+        state = tracking.state_dict()
+        if any(tracking.is_computed(key, value) for key, value in state.items()):
+            with self.average_parameters(window):
+                state = tracking.state_dict()
+                return {key: output(value) for key, value in state.items()}
         shards = {
             name: torch.empty_like(tensor, dtype=output_dtype(tensor), requires_grad=False)
             for name, tensor in tracking.locals.items()
         }
         self._accumulators.write(terms, shards, tracking.frozen())
         averages = {name: sharded_like(shards[name], x) for name, x in tracking.averaged.items()}
-        outputs: dict[int, Tensor] = {}  # by the id of the tensor in the model
         for name, average in averages.items():
             outputs |= {id(tensor): average for tensor in tracking.objects[name]}
-        tracked = {id(tensor) for tensors in tracking.objects.values() for tensor in tensors}
-        state = tracking.state_dict()
         for key, value in state.items():
-            if not isinstance(value, Tensor):
-                continue
             name = tracking.aliases.get(key, "")
-            if id(value) not in outputs and name in averages:  # a hook returned another tensor
-                state[key] = averages[name]
-                continue
-            if id(value) not in outputs:
-                from_hook = not name and id(value) not in tracked and value.is_floating_point()
-                if from_hook and not key.endswith("_extra_state"):
-                    raise ValueError(
-                        f"averaged_state_dict: {key} is not a tensor of the model: state_dict() "
-                        "computed it; call model.state_dict() inside average_parameters() instead"
-                    )
-                outputs[id(value)] = value.detach().to(output_dtype(value), copy=True)
-            state[key] = outputs[id(value)]
+            if isinstance(value, Tensor) and id(value) not in outputs and name in averages:
+                state[key] = averages[name]  # a hook returned another tensor
+            else:
+                state[key] = output(value)
         return state
 
     def full_state_dict(

@@ -402,6 +402,13 @@ class Tracking:
             state.update(other)
         return state
 
+    def is_computed(self, key: str, value: Any) -> bool:
+        """Return whether a hook computed this entry of the state dict from tensors of the model."""
+        if not isinstance(value, Tensor) or not value.is_floating_point() or key in self.aliases:
+            return False
+        known = any(value is tensor for tensors in self.objects.values() for tensor in tensors)
+        return not known and not key.endswith("_extra_state")
+
     def of(self, model: Source) -> Tracking:
         """Track another model's tensors under the names of this one.
 
