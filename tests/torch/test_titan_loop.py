@@ -11,14 +11,14 @@ from tests.support.paths import EXAMPLES
 from tests.support.processes import python, user_environment
 from tests.support.torch_models import bits, snapshot
 
-STEPS = 18
+STEPS = 9
 TOKENS = torch.arange(12).view(2, 6)
 
 
 def trainer_in(folder):
-    """A trainer of the example, which saves every six steps."""
+    """A trainer of the example, which saves every three steps."""
     trainer = runpy.run_path(EXAMPLES / "titan_loop.py")["Trainer"]
-    trainer.train.__globals__["EVERY"] = 6
+    trainer.train.__globals__["EVERY"] = 3
     folder.mkdir(exist_ok=True)
     return trainer(folder)
 
@@ -38,11 +38,11 @@ def resumed_rank(folder):
     unbroken = trainer_in(folder / "unbroken")
     unbroken.train(STEPS)
     assert (unbroken.step, unbroken.average.count) == (STEPS, STEPS)
-    trainer_in(folder / "broken").train(STEPS - 4)  # its last checkpoint is older
+    trainer_in(folder / "broken").train(STEPS - 2)  # its last checkpoint is older
     resumed, loaded = trainer_in(folder / "broken"), []
     resumed.load_state_dict = lambda state: loaded.append(state) or vars(resumed).update(state)
     resumed.train(STEPS)
-    assert loaded == [{"step": 12}]
+    assert loaded == [{"step": 6}]
     assert states(resumed) == states(unbroken)
     x = TOKENS
     with torch.no_grad(), resumed.average.average_parameters():
