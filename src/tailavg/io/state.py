@@ -16,6 +16,13 @@ A state is a dict of plain data:
   into a mean; for an `Exponential`, the sum of the samples after step `folded`, where sample i is
   multiplied by (1 - decay(i)) / (decay(folded + 2) ⋯ decay(i))
 
+An average with `variance=True` has two more:
+
+- `variances`: for each block, the mean squared deviation of its samples from the mean, stacked like
+  `blocks`
+- `squares`: like `partial`, for (x - shift)². The shift is the last mean in `blocks`. While that
+  block has no sample in its mean, its place in `blocks` holds its first sample.
+
 If samples are numbers, `blocks` is a list, and the state can be written as JSON. A complex number
 is then a list of its real and imaginary parts, and a number in extended precision is a string.
 
@@ -28,7 +35,8 @@ blocks of one sample.
 
 Averages by key (`TailAverages`) have the format `"tailavg by key"`. Besides `version`, `rule` and
 `nan_policy`, the state has lists with one entry per key: `keys`, `counts`, `starts`, `blocks`,
-`folded` and `partial`. In a file, the lists of `starts` and `blocks` of all keys are concatenated,
+`folded` and `partial`, and perhaps `variances` and `squares`. In a file, the lists of `starts`,
+`blocks` and `variances` of all keys are concatenated,
 `held` is the number of blocks of each key, and `keys` is JSON as bytes, with tuples as lists.
 
 `tailavg stream` saves lines of JSON. The first line has the options. Each further line is a list of
@@ -65,7 +73,7 @@ __all__ = [
     "by_name",
     "check",
     "check_keyed",
-    "check_nan_policy",
+    "check_model_state",
     "check_steps",
     "keyed_state",
     "named",
@@ -99,8 +107,10 @@ _FIELDS: dict[str, Any] = _HEADER | {
     "folded": int,
     "partial": (int, float, complex, str, list, tuple, np.number, np.ndarray, Mapping),
 }
-_ARRAYS = ("starts", "blocks", "partial")
+_SPREAD = {"variances": _FIELDS["blocks"], "squares": _FIELDS["partial"]}
+_ARRAYS = ("starts", "blocks", "partial", *_SPREAD)
 _LISTS = ("keys", "counts", "starts", "blocks", "folded", "partial")
+_OF_BLOCKS = ("starts", "blocks", "variances")  # lists of lists, of averages by key
 _DTYPES = {np.dtype(code).name: np.dtype(code) for code in "fdgFDG"}
 _TYPES: dict[str, Any] = {
     kind.__name__: kind
@@ -164,8 +174,9 @@ def state(
     blocks: Any,
     folded: int,
     partial: Any,
+    **spread: Any,
 ) -> dict[str, Any]:
-    """Return a state in this layout."""
+    """Return a state in this layout. `spread` is `variances` and `squares`, or nothing."""
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -178,6 +189,7 @@ def state(
         "blocks": blocks,
         "folded": folded,
         "partial": partial,
+        **spread,
     }
 
 
@@ -231,9 +243,14 @@ def unnamed(state: Mapping[str, Any]) -> dict[str, Any]:
         names = list(state["partial"])
         raise ValueError(f"state: TailAverage takes a single array, got {names}")
     (shape,) = map(np.shape, state["partial"].values())
-    blocks, partial = by_name(state, {"": shape})
-    means = np.array([block[""] for block in blocks]).reshape(len(blocks), *shape)
-    return {**state, "blocks": means, "partial": partial[""]}
+    changed: dict[str, Any] = {}
+    for of_blocks, of_sum in ("blocks", "partial"), tuple(_SPREAD):
+        if of_sum in state:
+            renamed = {**state, "blocks": state[of_blocks], "partial": state[of_sum]}
+            blocks, partial = by_name(renamed, {"": shape})
+            arrays = np.array([block[""] for block in blocks]).reshape(len(blocks), *shape)
+            changed |= {of_blocks: arrays, of_sum: partial[""]}
+    return {**state, **changed}
 
 
 def as_json(numbers: npt.NDArray[Any]) -> Any:
@@ -270,12 +287,22 @@ def no_samples_error(call: str, hint: str = "") -> ValueError:
     return ValueError(f"{call}: expected at least one sample before the first read, got none{hint}")
 
 
-def check_nan_policy(state: Mapping[str, Any]) -> None:
-    """Raise a ValueError unless NaNs propagate: averages of models have no other policy."""
+def check_model_state(state: Mapping[str, Any], variance: bool = False) -> None:
+    """Raise a ValueError unless an average of a model, with or without variances, can have a state.
+
+    Such an average has no nan_policy: NaNs propagate.
+    """
     if state["nan_policy"] != "propagate":
         raise ValueError(
             f"state: nan_policy: expected 'propagate', got {state['nan_policy']!r}; load the state "
             "with TailAverage"
+        )
+    if ("variances" in state) != variance:
+        raise ValueError(
+            "state: it was saved without variance=True, so the variance is unknown"
+            if variance
+            else "state: it was saved with variance=True; load it into an average that was created "
+            "with variance=True (TailAverage or ParameterAverage)"
         )
 
 
@@ -296,7 +323,8 @@ def check(state: Any) -> dict[str, Any]:
     Raises:
         ValueError: If keys, types or version are not those of this layout.
     """
-    _check_fields(state, FORMAT, _FIELDS, {"calls": int})
+    _check_fields(state, FORMAT, _FIELDS, {"calls": int} | _SPREAD)
+    spread = _spread_in(state)
     checked, dtype = dict(state), state["dtype"]
     if dtype is not None and dtype not in _DTYPES:
         raise ValueError(
@@ -309,7 +337,7 @@ def check(state: Any) -> dict[str, Any]:
             f"state: starts: expected a list of ints, got {short_repr(state['starts'])}"
         )
     if dtype is not None and state["scalar"]:
-        for key in ("blocks", "partial"):
+        for key in ("blocks", "partial", *spread):
             try:
                 checked[key] = _from_json(state[key], _DTYPES[dtype])
             except (ValueError, TypeError, OverflowError) as error:
@@ -325,19 +353,19 @@ def check_keyed(state: Any) -> dict[str, Any]:
     Raises:
         ValueError: If keys, types or version are not those of this layout.
     """
-    _check_fields(state, KEYED, _HEADER | dict.fromkeys(_LISTS, list), {})
-    number = len(state["keys"])
-    for name in _LISTS[1:]:
+    _check_fields(state, KEYED, _HEADER | dict.fromkeys(_LISTS, list), dict.fromkeys(_SPREAD, list))
+    number, spread = len(state["keys"]), _spread_in(state)
+    for name in (*_LISTS[1:], *spread):
         entries = state[name]
         if len(entries) != number:
             raise ValueError(
                 f"state: {name}: expected one entry per key, {number}, got {len(entries)}"
             )
-        if name in ("starts", "blocks"):
+        if name in _OF_BLOCKS:
             if not all(isinstance(entry, list | tuple) for entry in entries):
                 raise ValueError(f"state: {name}: expected lists, got {short_repr(entries)}")
             entries = list(chain.from_iterable(entries))
-        kinds = (int, float) if name in ("blocks", "partial") else (int,)
+        kinds = (int, float) if name in ("blocks", "partial", *_SPREAD) else (int,)
         if not all(type(entry) in kinds for entry in entries):
             expected = " or ".join(kind.__name__ for kind in kinds)
             raise ValueError(
@@ -348,6 +376,14 @@ def check_keyed(state: Any) -> dict[str, Any]:
         except OverflowError as error:
             raise ValueError(f"state: {name}: {error}") from error
     return dict(state)
+
+
+def _spread_in(state: Mapping[str, Any]) -> list[str]:
+    """Return the names of the fields that a state has if it has variances."""
+    spread = [name for name in _SPREAD if name in state]
+    if len(spread) == 1:
+        raise ValueError(f"state: expected both {' and '.join(_SPREAD)}, got only {spread[0]}")
+    return spread
 
 
 def _check_fields(
@@ -405,19 +441,21 @@ def write_keyed(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
     keys = json.dumps(state["keys"], default=lambda key: key.item())  # NumPy's numbers
     saved["keys"] = np.frombuffer(keys.encode(), np.uint8)
     saved["held"] = [len(starts) for starts in state["starts"]]
-    for name in ("starts", "blocks"):
-        saved[name] = list(chain.from_iterable(state[name]))
-    _write_npz(path, saved, (*_LISTS, "held"))
+    for name in _OF_BLOCKS:
+        if name in state:
+            saved[name] = list(chain.from_iterable(state[name]))
+    _write_npz(path, saved, (*_LISTS, *_SPREAD, "held"))
 
 
 def read_keyed(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read the state in a file that `write_keyed` wrote. Nothing is unpickled."""
-    saved = _read_npz(path, (*_LISTS, "held"))
+    saved = _read_npz(path, (*_LISTS, *_SPREAD, "held"))
     with _reading(path):
         keys = json.loads(saved["keys"].tobytes())
-        saved |= {name: _as_list(saved[name]) for name in (*_LISTS[1:], "held")}
+        names = [name for name in (*_LISTS[1:], *_SPREAD, "held") if name in saved]
+        saved |= {name: _as_list(saved[name]) for name in names}
         ends = [0, *accumulate(saved.pop("held"))]
-        for name in ("starts", "blocks"):
+        for name in (name for name in _OF_BLOCKS if name in saved):
             if len(saved[name]) != ends[-1]:
                 raise ValueError(f"{ends[-1]} blocks, but {len(saved[name])} {name}")
             saved[name] = [saved[name][start:end] for start, end in pairwise(ends)]
@@ -428,7 +466,7 @@ def _write_npz(
     path: str | os.PathLike[str], state: Mapping[str, Any], names: Sequence[str]
 ) -> None:
     """Write the fields in `names` as arrays, and the others as JSON in the array `header`."""
-    arrays = {name: np.asarray(state[name]) for name in names}
+    arrays = {name: np.asarray(state[name]) for name in names if name in state}
     if objects := [name for name, array in arrays.items() if array.dtype.hasobject]:
         raise ValueError(f"state: {', '.join(objects)}: expected numbers, got objects")
     header = json.dumps({name: value for name, value in state.items() if name not in arrays})
@@ -446,6 +484,7 @@ def _read_npz(path: str | os.PathLike[str], names: Sequence[str]) -> dict[str, A
                     _check_size(array, member)
         stream.seek(0)
         with np.load(stream, allow_pickle=False) as file:
+            names = [name for name in names if name in file or name not in _SPREAD]
             arrays = {name: np.asarray(file[name]) for name in names}  # np.load may return bytes
             return {**json.loads(str(file["header"])), **arrays}
 

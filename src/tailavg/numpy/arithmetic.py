@@ -3,18 +3,68 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from tailavg.core.clock import FOLD
+from tailavg.core.clock import FOLD, SUM
 
-__all__ = ["Array", "aligned_zeros", "joined", "sum_in_order", "sum_rows", "wide"]
+__all__ = [
+    "MEAN",
+    "NOISE",
+    "STD",
+    "Array",
+    "Of",
+    "Statistic",
+    "aligned_zeros",
+    "cleared",
+    "joined",
+    "joined_variance",
+    "merged_variance",
+    "spread",
+    "sum_in_order",
+    "sum_rows",
+    "wide",
+]
 
 Array = npt.NDArray[Any]
+Of = Literal["mean", "variance", "std"]
+MEAN, STD = 0, 2
+
+NOISE = FOLD / 2
+"""A sum of equal samples is off by at most this many relative rounding errors."""
 
 _SMALL = 4096  # bytes: alignment does not pay for less
+
+
+class Statistic(NamedTuple):
+    """What to read: the average, or the variance or standard deviation of its samples."""
+
+    of: int = MEAN
+    """`MEAN`, 1 for the variance, or `STD`."""
+    ddof: int = 1
+
+    @classmethod
+    def named(cls, of: Of, ddof: int) -> Statistic:
+        """Return a statistic by its name. Raise a ValueError if there is none."""
+        if of not in get_args(Of):
+            raise ValueError(f"of: expected one of {get_args(Of)}, got {of!r}")
+        if type(ddof) is not int or ddof not in (0, 1):
+            raise ValueError(f"ddof: expected 0 or 1, got {ddof!r}")
+        return cls(get_args(Of).index(of), ddof)
+
+    @property
+    def name(self) -> Of:
+        """The name of the statistic."""
+        return get_args(Of)[self.of]  # type: ignore[no-any-return]
+
+    def of_spread(self, spread: Any, weights_squared: Any) -> Any:
+        """Return the statistic, given the weighted mean squared deviation and Σ α²."""
+        if self.ddof:
+            spread = np.divide(spread, 1.0 - weights_squared)  # one sample has no variance: NaN
+        return np.sqrt(spread) if self.of == STD else spread
 
 
 def aligned_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -53,6 +103,58 @@ def joined(mean: Any, summed: Any, total: float, weight: float, carry: float) ->
             joint = np.where(finite, joint, mean * (1 - weight) + fresh * weight)
             lost = np.where(finite, lost, 0)
     return joint, lost
+
+
+def joined_variance(
+    mean: Any, variance: Any, summed: Any, squares: Any, total: float, weight: float, carry: float
+) -> tuple[Any, Any]:
+    """Return the variance that goes with the mean of `joined`, and the rounding error.
+
+    `squares` is like `summed`, for the squared deviations from `mean`. With a weight of 1, `mean`
+    is only the shift of these deviations.
+    """
+    with np.errstate(all="ignore"):
+        moved = summed / total - mean
+        centred = squares - (total * weight) * moved * moved
+    joint, lost = joined(variance, centred, total, weight, carry)
+    if isinstance(joint, np.ndarray):
+        return np.maximum(joint, 0.0, dtype=joint.dtype), lost
+    return (0.0 if joint < 0.0 else joint), lost
+
+
+def merged_variance(mean: Any, variance: Any, other: Any, of_other: Any, weight: float) -> Any:
+    """Return the variance of two merged blocks; `weight` is the weight of the other block's mean.
+
+    Chan, Golub and LeVeque (1983), "Algorithms for computing the sample variance".
+    """
+    apart = other - mean
+    return variance * (1.0 - weight) + of_other * weight + weight * (1.0 - weight) * apart * apart
+
+
+def spread(
+    terms: Sequence[tuple[float, int]], means: Any, variances: Any, total: Any, squares: Any
+) -> Any:
+    """Return the weighted mean squared deviation from the average that `terms` describe.
+
+    Deviations are first taken from the newest mean, which is the shift of `squares`.
+    """
+    shift = np.asarray(means[-1], wide(np.result_type(means[-1])))
+    first, second, in_sum = 0.0, 0.0, 1.0
+    for weight, block in terms:
+        if block == SUM:  # the last term; what is left of 1 is the weight of its samples
+            first = first + (weight * total - in_sum * shift)
+            second = second + weight * squares
+        else:
+            apart, in_sum = means[block] - shift, in_sum - weight
+            first = first + weight * apart
+            second = second + weight * (variances[block] + apart * apart)
+    return cleared(second - first * first, shift + first, np.result_type(means[-1]))
+
+
+def cleared(variance: Any, mean: Any, dtype: np.dtype[Any]) -> Any:
+    """Return a variance, but 0 where it may be a rounding error of sums in this dtype."""
+    limit = NOISE * np.finfo(dtype).eps * mean
+    return np.where(variance <= limit * limit, 0.0, variance)
 
 
 def wide(dtype: np.dtype[Any]) -> np.dtype[Any]:

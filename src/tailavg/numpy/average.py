@@ -17,21 +17,34 @@ import numpy.typing as npt
 
 from tailavg.core.clock import SUM, BlockClock, DecayClock, SampleClock, clock_for
 from tailavg.core.equation import weights
-from tailavg.core.profile import Profile, block_weights, dense_weights, profile
+from tailavg.core.profile import Profile, block_weights, dense_weights, effective_size, profile
 from tailavg.core.readings import Reading
 from tailavg.core.rules import AnyTail, Rule, as_rule, size_of, window_of
 from tailavg.core.windows import AnyWindow, Fixed, Reals, short_repr
 from tailavg.io import state as layout
 from tailavg.numpy import fallback
-from tailavg.numpy.arithmetic import Array, aligned_zeros, joined, sum_rows
+from tailavg.numpy.arithmetic import (
+    MEAN,
+    Array,
+    Of,
+    Statistic,
+    aligned_zeros,
+    joined,
+    joined_variance,
+    merged_variance,
+    spread,
+    sum_rows,
+)
 from tailavg.numpy.kernel import kernel, window_numbers
 from tailavg.numpy.samples import Samples
 from tailavg.numpy.table import Table
 
-__all__ = ["TailAverage", "Windows"]
+__all__ = ["TailAverage", "Windows", "has_nan", "no_variance_error", "numbers"]
 
 SPREAD = 4
 """The least number of blocks from which a standard error is estimated."""
+
+_AVERAGE = Statistic()
 
 BATCHES = 12
 """An `ExactWindow` divides its samples into this many blocks to estimate a standard error."""
@@ -52,6 +65,8 @@ class TailAverage:
             over a million samples, since sums are merged into means every few hundred samples.
         nan_policy: `"propagate"`, `"raise"`, or `"omit"`, which skips a sample that contains a NaN
             and does not count it. Infinities are data.
+        variance: Whether to keep what `variance`, `std` and `standard_error(iid=True)` need. Each
+            accumulator then holds a second array. `value` is the same to the last bit.
 
     Examples:
         >>> average = TailAverage(0.5)
@@ -84,7 +99,9 @@ class TailAverage:
         "_samples",
         "_scratch",
         "_shape",
+        "_squares",
         "_sum",
+        "_variances",
     )
 
     _clock: Any
@@ -98,6 +115,8 @@ class TailAverage:
     _number: bool  # whether means and sum are floats
     _means: list[Any]  # means of the clock's blocks, 0.0 before a fold; never changed in place
     _sum: Any  # sum of the samples that are in no mean; an array is changed in place
+    _variances: list[Any] | None  # variances of the blocks; None unless variance=True
+    _squares: Any  # sum of (x - mean of the newest block)² over the samples in the sum
     _samples: Samples | None  # samples of an ExactWindow, which has no means and no sum
     _plain: Any  # the type of samples that `update` adds without a check
     _factors: list[float] | None  # factors of the next `_left` samples, last sample first
@@ -110,6 +129,7 @@ class TailAverage:
         *,
         dtype: npt.DTypeLike | None = None,
         nan_policy: NanPolicy = "propagate",
+        variance: bool = False,
     ) -> None:
         if nan_policy not in get_args(NanPolicy):
             raise ValueError(
@@ -120,6 +140,7 @@ class TailAverage:
         self._dtype = None if dtype is None else _accumulator_dtype(dtype)
         self._shape, self._number, self._plain = None, False, None
         self._means, self._sum, self._samples = [], 0.0, None
+        self._variances, self._squares = [] if variance else None, 0.0
         self._factors = self._reader = self._scratch = None
         self._due = self._left = 0
 
@@ -161,19 +182,30 @@ class TailAverage:
 
     def _update(self, x: Any) -> None:
         """Take a sample that `update` has no fast path for."""
+        left = self._left
+        if left and self._variances and x.__class__ is float and self._number and x == x:
+            factor = 1.0 if self._factors is None else self._factors[left - 1]
+            apart = x - self._means[-1]
+            self._left = None
+            self._sum += x * factor
+            self._squares += apart * apart * factor
+            self._left = left - 1
+            return
         sample = self._checked(x)
         if sample is None:
             return
-        left = self._left
         if left:
+            factor = 1.0 if self._factors is None else self._factors[left - 1]
             term = sample.astype(self._dtype, copy=False)
             if self._factors is not None:
-                term = term * self._factors[left - 1]
+                term = term * factor
             if self._number:
                 term = term.item()
             self._left = None
             with np.errstate(all="ignore"):
                 self._sum += term
+                if self._variances:
+                    self._squares += self._square(sample, factor)
             self._left = left - 1
             return
         number = not (sample.shape or isinstance(x, np.ndarray))
@@ -204,9 +236,20 @@ class TailAverage:
         return average.item() if self._shape is None and not self._number else average
 
     @np.errstate(all="ignore")  # infinities are data
-    def _average(self, window: Reading | None) -> Any:
-        """Return the average over a window: a float, or a new array."""
+    def _average(self, window: Reading | None, statistic: Statistic = _AVERAGE) -> Any:
+        """Return the average over a window, or another statistic: a float, or a new array."""
         clock = self._clock
+        if statistic.of != MEAN:
+            size = effective_size(self.rule, clock.starts, clock.count, window)
+            if self._samples is not None:
+                apart = self._samples.last(clock.kept)
+                apart = (apart - apart[0]).astype(np.float64)
+                variance = np.mean((apart - apart.mean(axis=0)) ** 2, axis=0)
+            else:
+                terms = clock.terms(window)
+                variance = spread(terms, self._means, self._variances, self._sum, self._squares)
+            result: Array = np.asarray(statistic.of_spread(variance, 1.0 / size))
+            return result.reshape(self._shape or ()).astype(self._dtype)
         if self._samples is not None:
             window_of(self.rule, window, clock.count)
             mean = self._samples.mean(clock.rule, clock.count)
@@ -215,6 +258,41 @@ class TailAverage:
         for weight, block in clock.terms(window):
             value += weight * (self._sum if block == SUM else self._means[block])
         return value
+
+    def variance(self, window: Reading | None = None, ddof: int = 1) -> Any:
+        """Return the variance of the samples, with the weights α of the average x̄.
+
+        This is Σ α (x - x̄)², and with `ddof=1` divided by 1 - Σ α², so that it is unbiased for
+        independent samples. With `ddof=1`, the variance of one sample is NaN.
+
+        Squares are never subtracted from each other over more than a block, so the result is never
+        negative, and a huge sample leaves no trace. A standard deviation below 1e-5 of the mean in
+        float32, or 3e-14 in float64, is 0, since rounding could cause as much.
+
+        Examples:
+            >>> average = TailAverage(4, variance=True)
+            >>> average.update_many([1e9, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+            >>> average.variance()
+            1.6666666666666667
+        """
+        return self._statistic("variance", window, ddof)
+
+    def std(self, window: Reading | None = None, ddof: int = 1) -> Any:
+        """Return the standard deviation of the samples, the square root of `variance`."""
+        return self._statistic("std", window, ddof)
+
+    def _statistic(self, name: Of, window: Reading | None, ddof: int) -> Any:
+        statistic = Statistic.named(name, ddof)
+        if self._variances is None:
+            raise no_variance_error(name)
+        return self._read(window, statistic)
+
+    def _read(self, window: Reading | None, statistic: Statistic) -> Any:
+        """Return a statistic."""
+        if not self._now.count:
+            raise layout.no_samples_error(statistic.name)
+        result = self._average(window, statistic)
+        return result if self._shape is not None or isinstance(result, float) else result.item()
 
     def update_many(self, xs: Any) -> None:
         """Take many samples, along the first axis. This is much faster than many updates.
@@ -234,7 +312,7 @@ class TailAverage:
     def _take_many(self, samples: Array, rows: Array) -> None:
         self._begin_with(samples)
         clock = self._clock
-        if isinstance(clock, BlockClock):
+        if isinstance(clock, BlockClock) and self._variances is None:
             self._pool(rows)
         elif self._samples is not None:
             clock.count += len(rows)
@@ -244,15 +322,19 @@ class TailAverage:
             table.add(rows if loops is None else np.ascontiguousarray(rows, self._dtype), loops)
             self._hold(table)
 
-    def scan(self, xs: Any, window: Windows = None) -> Array:
+    def scan(self, xs: Any, window: Windows = None, *, of: Of = "mean", ddof: int = 1) -> Array:
         """Take many samples, and return the average after each.
 
         An `AnyTail` needs a window. With a list of windows, the result has a first axis of windows.
+        With `of="variance"` or `of="std"`, return these instead of averages.
 
         Examples:
             >>> TailAverage(2).scan([1.0, 3.0, 5.0, 7.0])
             array([1., 2., 4., 6.])
         """
+        statistic = Statistic.named(of, ddof)
+        if statistic.of != MEAN and self._variances is None:
+            raise no_variance_error(of)
         samples = numbers(xs, "samples")
         rows, kept = self._checked_rows(samples)
         several = isinstance(window, list | tuple)
@@ -262,21 +344,29 @@ class TailAverage:
         for each in windows if isinstance(self.rule, AnyTail) else [window]:
             window_of(self.rule, each, self.count + len(rows))  # type: ignore[arg-type]
         if len(samples):
-            averages: Array = self._atomically(self._scan, samples, rows, kept, windows)
+            how = samples, rows, kept, windows, statistic
+            averages: Array = self._atomically(self._scan, *how)
         else:
             shape = (self._shape or ()) if self.count else samples.shape[1:]
             averages = np.empty((len(windows), 0, *shape), self._dtype or np.float64)
         return averages if several else averages[0]
 
     @np.errstate(all="ignore")
-    def _scan(self, samples: Array, rows: Array, kept: Array | None, windows: list[Any]) -> Array:
+    def _scan(
+        self,
+        samples: Array,
+        rows: Array,
+        kept: Array | None,
+        windows: list[Any],
+        statistic: Statistic,
+    ) -> Array:
         before: list[Any] = [np.nan] * len(windows)
         if self._clock.count and kept is not None:
-            before = [self._average(window) for window in windows]
+            before = [self._average(window, statistic) for window in windows]
         shape = samples.shape[1:]
         if len(rows):
             self._begin_with(samples)
-            out = self._scan_rows(samples, rows, windows)
+            out = self._scan_rows(samples, rows, windows, statistic)
         else:
             out = np.empty((len(windows), 0), self._dtype)
         every = out.reshape(len(windows), len(rows), *shape)
@@ -288,18 +378,22 @@ class TailAverage:
             averages[0] = value
         return np.concatenate([first, every], axis=1)[:, np.cumsum(kept)]
 
-    def _scan_rows(self, samples: Array, rows: Array, windows: list[Any]) -> Array:
+    def _scan_rows(
+        self, samples: Array, rows: Array, windows: list[Any], statistic: Statistic
+    ) -> Array:
         """Take rows, and return the averages after each row, for each window."""
         clock, loops = self._clock, self._loops(rows)
         readings = [window_of(self.rule, window, clock.count + len(rows)) for window in windows]
         if self._samples is None:
             table = self._table()
             xs = rows if loops is None else np.ascontiguousarray(rows, self._dtype)
-            out = table.scan(xs, np.array([0, len(xs)]), readings, loops)
+            out = table.scan(xs, np.array([0, len(xs)]), readings, loops, statistic)
             self._hold(table)
             return out
         kept, out = self._samples.last(clock.kept), np.empty((1, *rows.shape), self._dtype)
-        if loops is None:
+        if statistic.of != MEAN:
+            fallback.scan_exact_spread(clock, kept, rows, out[0], statistic)
+        elif loops is None:
             fallback.scan_exact(clock, kept, rows, out[0])
         else:
             most = clock.rule.samples(clock.count + len(rows))
@@ -381,13 +475,16 @@ class TailAverage:
         return profile(self.rule, clock.starts, clock.count, window)
 
     @np.errstate(all="ignore")
-    def standard_error(self, window: Reading | None = None) -> Any:
+    def standard_error(self, window: Reading | None = None, *, iid: bool = False) -> Any:
         """Return the standard error of `value`, estimated from the spread of the block means.
 
-        The estimate allows for autocorrelated samples; a trend within the window makes it larger.
-        With more blocks, the estimate is less noisy: use twelve accumulators. The samples of an
-        `ExactWindow` are divided into twelve blocks. The result is NaN if fewer than four blocks
-        have a weight, as with an `Exponential` or with three accumulators.
+        With `iid=True`, it is estimated from `std` instead, for independent samples: the standard
+        deviation times sqrt(Σ α²), which is s / √k for a window of k samples.
+
+        Otherwise the estimate allows for autocorrelated samples; a trend within the window makes it
+        larger. With more blocks, the estimate is less noisy: use twelve accumulators. The samples
+        of an `ExactWindow` are divided into twelve blocks. The result is NaN if fewer than four
+        blocks have a weight, as with an `Exponential` or with three accumulators.
 
         Examples:
             >>> from tailavg import AnytimeWindow
@@ -400,8 +497,10 @@ class TailAverage:
         t, starts = clock.count, clock.starts
         if not t:
             raise layout.no_samples_error("standard_error")
+        if iid:
+            return self.std(window) / math.sqrt(effective_size(self.rule, starts, t, window))
         sizes, weights = (np.array(each) for each in block_weights(self.rule, starts, t, window))
-        means, folded, total = self._arrays()
+        means, folded, total = self._arrays()[:3]
         if self._samples is None:
             means[-1:] += (total - (t - folded) * means[-1:]) / sizes[-1]  # add the sum
         else:
@@ -419,6 +518,27 @@ class TailAverage:
         error = scale * np.sqrt(variance * np.sum(weights**2 / sizes))
         return error.item() if self._shape is None else error.astype(self._dtype)
 
+    def autocorrelation_time(self, window: Reading | None = None) -> Any:
+        """Return how many samples carry as much information as one independent sample.
+
+        This is the squared ratio of `standard_error()` and `standard_error(iid=True)`: about 1 for
+        independent samples, and (1 + ρ) / (1 - ρ) for an AR(1) stream with correlation ρ.
+
+        Examples:
+            >>> from tailavg import AnytimeWindow
+            >>> average = TailAverage(AnytimeWindow(0.5, accumulators=50), variance=True)
+            >>> noise, x = np.random.default_rng(0).normal(size=200_000), 0.0
+            >>> for e in noise.tolist():
+            ...     x = 0.8 * x + e
+            ...     average.update(x)
+            >>> round(average.autocorrelation_time(), 1)  # within 20 % of 9, with 50 blocks
+            8.0
+        """
+        blocks, iid = self.standard_error(window), self.standard_error(window, iid=True)
+        with np.errstate(all="ignore"):
+            ratio = np.divide(blocks, iid) ** 2
+        return ratio.item() if self._shape is None else ratio
+
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state as plain data, in the layout of `tailavg.io.state`.
 
@@ -430,8 +550,9 @@ class TailAverage:
             >>> resumed.value()
             4.5
         """
-        blocks, folded, partial = self._arrays()
+        blocks, folded, partial, *others = self._arrays()
         clock, number = self._clock, self._shape is None
+        as_data = layout.as_json if number else lambda array: array
         return layout.state(
             self.rule,
             nan_policy=self._nan_policy,
@@ -439,22 +560,37 @@ class TailAverage:
             scalar=number,
             count=clock.count,
             starts=clock.starts,
-            blocks=layout.as_json(blocks) if number else blocks,
+            blocks=as_data(blocks),
             folded=folded,
-            partial=layout.as_json(partial) if number else partial,
+            partial=as_data(partial),
+            **dict(zip(("variances", "squares"), map(as_data, others), strict=False)),
         )
 
-    def _arrays(self) -> tuple[Array, int, Array]:
-        """Return a copy of the means, the step of the last fold, and a copy of the sum since."""
-        clock, shape = self._now, self._shape or ()
+    def _arrays(self) -> tuple[Any, ...]:
+        """Return a copy of the means, the step of the last fold, and a copy of the sum since.
+
+        With variances, these and the sum of squares follow.
+        """
+        clock = self._now
         means, folded, total = self._means, clock.folded, self._sum
         if self._samples is not None:
             means, folded, total = list(self._samples.last(clock.kept)), clock.count, 0.0
-        means = means[len(means) - len(clock.starts) :]
-        blocks = np.empty((len(means), *shape), self._dtype)
-        for block, mean in enumerate(means):
-            blocks[block] = np.reshape(mean, shape) if np.ndim(mean) else mean
-        return blocks, folded, np.array(np.broadcast_to(total, shape), self._dtype)
+        arrays = self._stacked(means), folded, self._spread_out(total)
+        if self._variances is None:
+            return arrays
+        variances = self._variances if self._samples is None else [0.0] * clock.kept
+        return *arrays, self._stacked(variances), self._spread_out(self._squares)
+
+    def _stacked(self, blocks: list[Any]) -> Array:
+        """Return the arrays of all blocks that have samples as one array."""
+        blocks, shape = blocks[len(blocks) - len(self._clock.starts) :], self._shape or ()
+        stacked = np.empty((len(blocks), *shape), self._dtype)
+        for block, array in enumerate(blocks):
+            stacked[block] = np.reshape(array, shape) if np.ndim(array) else array
+        return stacked
+
+    def _spread_out(self, array: Any) -> Array:
+        return np.array(np.broadcast_to(array, self._shape or ()), self._dtype)
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Self:
@@ -470,6 +606,7 @@ class TailAverage:
                 layout.rule_from(state["rule"]),
                 dtype=state["dtype"],
                 nan_policy=state["nan_policy"],
+                variance="variances" in state,
             )
         except TypeError as error:
             raise ValueError(f"state: {error}") from error
@@ -484,22 +621,27 @@ class TailAverage:
             if average._dtype is None:
                 raise ValueError(f"state: dtype: expected the dtype of {count} samples, got None")
             layout.check_steps(count, starts, folded)
+            names = ["blocks", "partial"]
+            if average._variances is not None:
+                names += ["variances", "squares"]
             try:
-                blocks = numbers(state["blocks"], "state: blocks")
-                partial = numbers(state["partial"], "state: partial")
+                arrays = [numbers(state[name], f"state: {name}") for name in names]
             except TypeError as error:
                 raise ValueError(*error.args) from error
+            blocks, partial = arrays[:2]
             shape = blocks.shape[1:]
             if partial.shape != shape or (state["scalar"] and shape):
                 raise ValueError(
                     f"state: expected a partial sum of the blocks' shape {shape}, "
                     f"got {partial.shape}"
                 )
-            if not np.can_cast(np.result_type(blocks, partial), average._dtype, "same_kind"):
+            if [array.shape for array in arrays[2:]] not in ([], [blocks.shape, shape]):
+                raise ValueError("state: variances or squares differ in shape from the blocks")
+            if not np.can_cast(np.result_type(*arrays), average._dtype, "same_kind"):
                 raise ValueError(f"state: blocks are not of dtype {average._dtype}")
             average._clock.restore(count, starts, folded)
             average._begin(None if state["scalar"] else shape, average._dtype)
-            average._restore(blocks.astype(average._dtype), partial.astype(average._dtype))
+            average._restore(*(array.astype(average._dtype) for array in arrays))
             average._commit()
         return average
 
@@ -533,7 +675,7 @@ class TailAverage:
             setattr(copy, name, getattr(self, name))
         copy._clock = self._clock.copy()
         if isinstance(self._sum, np.ndarray):
-            copy._set_sum(self._sum)
+            copy._sum, copy._squares = self._begun(self._sum), self._begun(self._squares)
         if self._samples is not None:
             copy._samples = self._samples.copy()
         if extra := getattr(self, "__dict__", None):  # attributes of a subclass
@@ -556,12 +698,12 @@ class TailAverage:
             np.array_equal(*pair, equal_nan=True) for pair in zip(arrays, others, strict=True)
         )
 
-    def _described(self) -> tuple[Any, Array, Array]:
-        """Return the state as a tuple that can be compared with ==, and two arrays."""
-        blocks, folded, partial = self._arrays()
+    def _described(self) -> tuple[Any, ...]:
+        """Return the state as a tuple that can be compared with ==, and arrays."""
+        blocks, folded, *arrays = self._arrays()
         clock = self._clock
-        described = self.rule, self._nan_policy, self._dtype, self._shape
-        return (*described, clock.count, clock.starts, folded), blocks, partial
+        described = self.rule, self._nan_policy, self._dtype, self._shape, len(arrays)
+        return (*described, clock.count, clock.starts, folded), blocks, *arrays
 
     def __repr__(self) -> str:
         options = [repr(self.rule)]
@@ -569,6 +711,8 @@ class TailAverage:
             options.append(f"dtype={self._dtype.name!r}")
         if self._nan_policy != "propagate":
             options.append(f"nan_policy={self._nan_policy!r}")
+        if self._variances is not None:
+            options.append("variance=True")
         samples = "incomplete" if self._left is None else f"{self.count or 'no'} samples"
         shape = f" of shape {self._shape}" if self._shape else ""
         return f"<TailAverage({', '.join(options)}): {samples}{shape}>"
@@ -580,7 +724,7 @@ class TailAverage:
         clock = self._now
         step = clock.count, clock.blocks, clock.folded
         kind = self._dtype, self._shape, self._number, self._scratch
-        numbers = self._means, self._sum, self._samples
+        numbers = self._means, self._sum, self._variances, self._squares, self._samples
         self._left = None
         try:
             result = change(*arguments)
@@ -588,7 +732,7 @@ class TailAverage:
         except BaseException:
             self._left = None  # if this is interrupted, too, the average is broken
             self._dtype, self._shape, self._number, self._scratch = kind
-            self._means, self._sum, self._samples = numbers
+            self._means, self._sum, self._variances, self._squares, self._samples = numbers
             self._clock = clock
             clock.resume(*step)
             self._commit()
@@ -601,7 +745,7 @@ class TailAverage:
         t, self._reader = clock.count, None
         quick = t and self._samples is None
         self._plain = None
-        if quick and self._nan_policy == "propagate":
+        if quick and self._nan_policy == "propagate" and self._variances is None:
             self._plain = float if self._number else np.ndarray
         self._factors = clock.factors or None
         self._due = max(t, clock.next) if quick else t
@@ -624,7 +768,11 @@ class TailAverage:
             self._samples = Samples(np.empty((0, math.prod(shape or ())), self._dtype))
             return
         self._means = [0.0] * len(self._clock.blocks)
-        self._set_sum(0.0)
+        self._sum = self._begun(0.0)
+        if self._variances is not None:
+            if self._dtype.kind == "c":
+                raise TypeError(f"sample: variance=True needs real numbers, got {self._dtype}")
+            self._variances, self._squares = self._means.copy(), self._begun(0.0)
         if isinstance(self._clock, DecayClock) and not self._number:
             self._scratch = aligned_zeros(shape or (), self._dtype)
 
@@ -633,14 +781,21 @@ class TailAverage:
         if not self._clock.count:
             self._begin(samples.shape[1:] if samples.ndim > 1 else None, samples.dtype)
 
-    def _set_sum(self, total: Any) -> None:
-        """Begin a new sum with `total`, and leave the old sum unchanged in memory."""
+    def _begun(self, total: Any) -> Any:
+        """Return a new sum that begins with `total`; the old sum stays unchanged in memory."""
         if self._number:
-            self._sum = float(total)
-        else:
-            fresh = aligned_zeros(self._shape or (), self._dtype)  # type: ignore[arg-type]
-            fresh[...] = total
-            self._sum = fresh
+            return float(total)
+        fresh = aligned_zeros(self._shape or (), self._dtype)  # type: ignore[arg-type]
+        fresh[...] = total
+        return fresh
+
+    def _square(self, sample: Array, factor: float) -> Any:
+        """Return the squared deviation of a sample from the newest mean, times its factor."""
+        if self._number:
+            apart = float(sample) - self._means[-1]
+            return apart * apart * factor
+        distance = sample.astype(self._dtype, copy=False) - self._means[-1]
+        return (distance * distance * factor).astype(self._dtype, copy=False)
 
     @np.errstate(all="ignore")
     def _add(self, sample: Array, shape: tuple[int, ...] | None) -> None:
@@ -654,6 +809,10 @@ class TailAverage:
             return
         self._prepare()
         factor = clock.factor
+        if self._variances is not None:
+            if clock.count == clock.blocks[-1]:  # the first sample of a block is its shift
+                self._means = [*self._means[:-1], self._as_mean(sample)]
+            self._squares = self._squares + self._square(sample, factor)
         if self._number:
             self._sum += float(sample) * factor
         else:
@@ -667,17 +826,30 @@ class TailAverage:
         if clock.count < clock.next:
             return
         if clock.count > clock.folded:
-            mean, lost = joined(self._means[-1], self._sum, *clock.fold())
+            how, mean, variances = clock.fold(), self._means[-1], self._variances
+            if variances is not None:
+                moments = mean, variances[-1], self._sum, self._squares
+                variance, lost = joined_variance(*moments, *how)
+                self._variances = [*variances[:-1], self._as_mean(variance)]
+                self._squares = self._begun(lost)
+            mean, lost = joined(mean, self._sum, *how)
             self._means = [*self._means[:-1], self._as_mean(mean)]
-            self._set_sum(lost)
+            self._sum = self._begun(lost)
         turn = clock.turn()
         if turn is not None:
-            (gone, weight), means = turn, self._means
+            (gone, weight), means, variances = turn, self._means, self._variances
+            if variances is not None:
+                if weight:
+                    pair = means[gone - 1], variances[gone - 1], means[gone], variances[gone]
+                    merged = self._as_mean(merged_variance(*pair, weight))
+                    variances = [*variances[: gone - 1], merged, *variances[gone:]]
+                self._variances = [*variances[:gone], *variances[gone + 1 :], 0.0]
+                self._squares = self._begun(0.0)
             if weight:
                 merged = means[gone - 1] * (1.0 - weight) + means[gone] * weight
                 means = [*means[: gone - 1], merged, *means[gone:]]
             self._means = [*means[:gone], *means[gone + 1 :], 0.0]
-            self._set_sum(0.0)
+            self._sum = self._begun(0.0)
 
     def _as_mean(self, mean: Any) -> Any:
         return float(mean) if self._number else np.asarray(mean, self._dtype)
@@ -716,40 +888,52 @@ class TailAverage:
         if clock.overfull:  # the total is in double precision until it is folded
             mean, total = joined(self._means[-1], total, *clock.fold())
             self._means[-1] = self._as_mean(mean)
-        self._set_sum(total)
+        self._sum = self._begun(total)
 
     def _table(self) -> Table:
         """Return the state as a table of one row."""
         clock, width = self._clock, math.prod(self._shape or ())
-        table = Table(self.rule, 1, width, self._dtype)  # type: ignore[arg-type]
+        variances = self._variances
+        kind: Any = self._dtype
+        table = Table(self.rule, 1, width, kind, variances is not None)
         table.counts[0], table.folded[0] = clock.count, clock.folded
         table.starts[0] = clock.blocks
         for row, mean in zip(table.means[0], self._means, strict=True):
             row[:] = np.reshape(mean, -1)
         table.sums[0] = np.reshape(self._sum, -1)
+        if variances is not None:
+            table.squares[0] = np.reshape(self._squares, -1)
+            for row, variance in zip(table.variances[0], variances, strict=True):
+                row[:] = np.reshape(variance, -1)
         return table
 
-    def _restore(self, blocks: Array, partial: Array) -> None:
-        """Set the means and the sum, after the clock has been restored."""
+    def _restore(self, blocks: Array, partial: Array, *spread: Array) -> None:
+        """Set what `_arrays` returned, after the clock has been restored."""
         if self._samples is not None:
             if partial.any():
                 raise ValueError("corrupt state: an ExactWindow has no partial sum")
             self._samples = Samples(blocks.reshape(len(blocks), partial.size))
             return
-        empty = len(self._means) - len(blocks)
-        self._means = [*[0.0] * empty, *map(self._as_mean, blocks)]
-        self._set_sum(partial)
+        empty = [0.0] * (len(self._means) - len(blocks))
+        self._means, self._sum = [*empty, *map(self._as_mean, blocks)], self._begun(partial)
+        if spread:
+            variances, squares = spread
+            self._variances = [*empty, *map(self._as_mean, variances)]
+            self._squares = self._begun(squares)
 
     def _hold(self, table: Table, row: int = 0) -> None:
         """Replace the state by a row of a table."""
         self._clock = table.clock(row)
-        means, total = table.means[row], table.sums[row]
+        self._means = self._shaped_blocks(table.means[row])
+        self._sum = self._begun(self._shaped(table.sums[row]))
+        if self._variances is not None:
+            self._variances = self._shaped_blocks(table.variances[row])
+            self._squares = self._begun(self._shaped(table.squares[row]))
+
+    def _shaped_blocks(self, rows: Array) -> list[Any]:
         if self._number:
-            self._means = means[:, 0].tolist()
-            self._set_sum(total[0])
-        else:
-            self._means = [mean.reshape(self._shape or ()) for mean in means]
-            self._set_sum(total.reshape(self._shape or ()))
+            return rows[:, 0].tolist()  # type: ignore[no-any-return]
+        return [row.reshape(self._shape or ()) for row in rows]
 
     # Checks.
 
@@ -839,6 +1023,11 @@ def _reader(clock: Any, means: list[float]) -> Callable[[int, float], float | No
         return value + each * total if t > folded else value
 
     return read_blocks
+
+
+def no_variance_error(call: str) -> ValueError:
+    """Return the error for a call that needs variance=True."""
+    return ValueError(f"{call}: the average keeps no variance; create it with variance=True")
 
 
 def has_nan(xs: Array) -> bool:

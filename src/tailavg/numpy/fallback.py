@@ -1,7 +1,8 @@
 """Scans by array operations, for machines without numba and for readings that weigh blocks by age.
 
 The results equal those of `tailavg.numpy.kernel` up to rounding. Samples are the rows of a matrix,
-and so are the means of blocks. `means` and `sums` are changed in place.
+and so are the means of blocks. The state of a row of a `Table`, which the `variances` and `squares`
+are part of, is changed in place. Without `variance=True`, these two are empty.
 """
 
 from __future__ import annotations
@@ -16,9 +17,18 @@ from tailavg.core.equation import weights
 from tailavg.core.readings import ByAge
 from tailavg.core.rules import AnyTail
 from tailavg.core.windows import Window
-from tailavg.numpy.arithmetic import Array, joined, wide
+from tailavg.numpy.arithmetic import (
+    MEAN,
+    Array,
+    Statistic,
+    cleared,
+    joined,
+    joined_variance,
+    merged_variance,
+    wide,
+)
 
-__all__ = ["scan_blocks", "scan_decaying", "scan_exact"]
+__all__ = ["scan_blocks", "scan_decaying", "scan_exact", "scan_exact_spread"]
 
 CHUNK = 1 << 16
 """How many numbers are scanned at a time: few enough for the cache."""
@@ -62,13 +72,22 @@ def block_weights(
 
 
 def scan_blocks(
-    clock: BlockClock, means: Array, sums: Array, xs: Array, out: Array, window: Window | ByAge
+    clock: BlockClock,
+    state: tuple[Array, Array, Array, Array],
+    xs: Array,
+    out: Array,
+    window: Window | ByAge,
+    statistic: Statistic,
 ) -> None:
-    """Scan samples in blocks, and advance the clock. Equal blocks are scanned together."""
+    """Scan samples in blocks, and advance the clock. Equal blocks are scanned together.
+
+    `state` is the means, the sums, the variances and the squares.
+    """
+    means, sums, variances, squares = state
     dtype, width, last, done = wide(means.dtype), xs.shape[1], len(means) - 1, 0
-    total = sums.astype(dtype)
+    total, total_squares = sums.astype(dtype), squares.astype(dtype)
     while done < len(xs):
-        total = _close(clock, means, total)
+        total, total_squares = _close(clock, means, variances, total, total_squares)
         t, blocks = clock.count, clock.blocks
         most = max(1, CHUNK // max(1, width))
         n, many = min(clock.closes - t, len(xs) - done, most), 1
@@ -76,7 +95,8 @@ def scan_blocks(
             many = _repeats(clock, window, min(len(xs) - done, 8 * most))
         steps = t + np.arange(1.0, n + 1.0)
         each, of_closed = block_weights(blocks, steps, window)
-        running = np.cumsum(xs[done : done + many * n].reshape(many, n, width), axis=1, dtype=dtype)
+        x = xs[done : done + many * n].reshape(many, n, width)
+        running = np.cumsum(x, axis=1, dtype=dtype)
         running[0] += total
         averages = each[:, None] * running
         if clock.folded > blocks[-1]:
@@ -85,6 +105,34 @@ def scan_blocks(
         closed = np.concatenate([means[:last].astype(dtype), running[:-1, -1] / n])
         for block, where, weight in of_closed:
             averages[:, where] += weight[:, None] * closed[block : block + many, None]
+        if len(squares):
+            shifts = x[:, 0].astype(dtype)  # the first sample of each block
+            if t > blocks[-1]:
+                shifts[0] = means[last]
+            apart = x - shifts[:, None]
+            running_squares = np.cumsum(apart * apart, axis=1)
+            running_squares[0] += total_squares
+            within = running_squares[:-1, -1] / n - (running[:-1, -1] / n - shifts[:-1]) ** 2
+            closed_variances = np.concatenate([variances[:last], np.maximum(within, 0.0)])
+            total_squares = running_squares[-1, -1]
+            if statistic.of != MEAN:
+                in_sum = each * (steps - clock.folded)
+                first = each[:, None] * running - in_sum[:, None] * shifts[:, None]
+                second = each[:, None] * running_squares
+                if clock.folded > blocks[-1]:
+                    second += (each * (clock.folded - blocks[-1]))[:, None] * variances[last]
+                weights_squared = each * each * (steps - blocks[-1])
+                for block, where, weight in of_closed:
+                    moved = closed[block : block + many] - shifts
+                    spread = closed_variances[block : block + many] + moved * moved
+                    first[:, where] += weight[:, None] * moved[:, None]
+                    second[:, where] += weight[:, None] * spread[:, None]
+                    weights_squared[where] += weight * weight / (blocks[block + 1] - blocks[block])
+                variance = cleared(second - first * first, shifts[:, None] + first, means.dtype)
+                averages = statistic.of_spread(variance, weights_squared[:, None])
+            variances[:last] = closed_variances[many - 1 :]
+            if clock.folded == blocks[-1]:
+                means[last] = shifts[-1]
         out[done : done + many * n] = averages.reshape(many * n, width)
         means[:last], total = closed[many - 1 :], running[-1, -1]
         done += many * n
@@ -93,25 +141,43 @@ def scan_blocks(
         clock.count = t + many * n
         clock.folded = max(clock.folded, clock.blocks[-1])
         if clock.overfull:
-            means[last], total = joined(means[last], total, *clock.fold())
+            total, total_squares = _fold(clock, means, variances, total, total_squares)
     clock.resume(clock.count, clock.blocks, clock.folded)
-    sums[:] = total
+    sums[:], squares[:] = total, total_squares
 
 
-def _close(clock: BlockClock, means: Array, total: Array) -> Array:
-    """Close the open block if it is full. Return the sum of the samples that are in no mean."""
+def _fold(
+    clock: BlockClock, means: Array, variances: Array, total: Array, squares: Array
+) -> tuple[Array, Array]:
+    """Fold the sums into the newest mean and variance. Return the rounding errors."""
+    how = clock.fold()
+    if len(squares):
+        variances[-1], lost = joined_variance(means[-1], variances[-1], total, squares, *how)
+        squares = np.zeros_like(squares) + lost
+    means[-1], total = joined(means[-1], total, *how)
+    return total, squares
+
+
+def _close(
+    clock: BlockClock, means: Array, variances: Array, total: Array, squares: Array
+) -> tuple[Array, Array]:
+    """Close the open block if it is full. Return the sums over the samples that are in no mean."""
     if clock.count < clock.closes:
-        return total
+        return total, squares
     if clock.count > clock.folded:
-        means[-1], _ = joined(means[-1], total, *clock.fold())
+        _fold(clock, means, variances, total, squares)
     turn = clock.turn()
     if turn is not None:
         gone, weight = turn
         if weight:
+            if len(squares):
+                blocks = means[gone - 1], variances[gone - 1], means[gone], variances[gone]
+                variances[gone - 1] = merged_variance(*blocks, weight)
             means[gone - 1] = means[gone - 1] * (1.0 - weight) + means[gone] * weight
-        means[gone:-1] = means[gone + 1 :]
-        means[-1] = 0.0
-    return np.zeros_like(total)
+        for moments in (means, variances) if len(squares) else (means,):
+            moments[gone:-1] = moments[gone + 1 :]
+            moments[-1] = 0.0
+    return np.zeros_like(total), np.zeros_like(squares)
 
 
 def _repeats(clock: BlockClock, window: Window | ByAge, most: int) -> int:
@@ -124,10 +190,18 @@ def _repeats(clock: BlockClock, window: Window | ByAge, most: int) -> int:
     return max(1, many) if steady else 1
 
 
-def scan_decaying(clock: DecayClock, mean: Array, xs: Array, out: Array | None) -> Array:
+def scan_decaying(
+    clock: DecayClock,
+    mean: Array,
+    variance: Array,
+    xs: Array,
+    out: Array | None,
+    statistic: Statistic,
+) -> tuple[Array, Array]:
     """Scan an exponential average that begins with `mean`. Return the last average.
 
-    Samples are summed with factors, as in `DecayClock`, in chunks as long as float64 allows.
+    Samples are summed with factors, as in `DecayClock`, in chunks as long as float64 allows. The
+    result also has the last variance, or an empty array if `variance` is empty.
     """
     rule, t, done = clock.rule, clock.count, 0
     chunk = max(1, CHUNK // max(1, xs.shape[1]))
@@ -137,6 +211,7 @@ def scan_decaying(clock: DecayClock, mean: Array, xs: Array, out: Array | None) 
             ones = rule.size(np.arange(t + done + 1, t + done + most + 1)) == 1.0
             n = most if ones.all() else int(ones.argmin())
             averages = xs[done : done + n] if out is not None else xs[done + n - 1 : done + n]
+            variances = np.zeros((len(averages), len(variance)))
         else:
             decay, *both = factors(rule, t + done, most, _SMALLEST)
             factor, scale = (values[:, None] for values in both)
@@ -147,11 +222,47 @@ def scan_decaying(clock: DecayClock, mean: Array, xs: Array, out: Array | None) 
                 averages = scale * (start + np.cumsum(factor * x, axis=0))
             else:
                 averages = scale[-1:] * (start + factor.T @ x)
-        if out is not None:
+            if len(variance):
+                shift = mean if t + done else x[0].astype(mean.dtype)
+                squares = np.cumsum(factor * (x - shift) ** 2, axis=0)
+                squares = scale * ((decay * variance if decay else 0.0) + squares)
+                squares = squares[-len(averages) :]
+                variances = cleared(squares - (averages - shift) ** 2, averages, xs.dtype)
+        if out is not None and statistic.of == MEAN:
             out[done : done + n] = averages
+        elif out is not None:
+            steps = t + done + np.arange(1.0, n + 1.0)
+            size = np.minimum(steps, rule.size(steps))[:, None]
+            out[done : done + n] = statistic.of_spread(variances, 1.0 / size)
         mean = averages[-1].astype(mean.dtype)
+        variance = variances[-1] if len(variance) else variance
         done += n
-    return mean
+    return mean, variance
+
+
+def scan_exact_spread(
+    clock: SampleClock, before: Array, xs: Array, out: Array, statistic: Statistic
+) -> None:
+    """Scan the variances of exact windows, as `scan_exact` scans their means."""
+    means = np.concatenate([before, xs]).astype(wide(out.dtype))
+    squares = np.zeros_like(means)  # summed squared deviations from the means
+    lengths = clock.rule.samples(np.arange(clock.count + 1, clock.count + len(xs) + 1))
+    ends = np.arange(len(before), len(means))
+    sizes = np.zeros((len(xs), 1))
+    mean, square = np.zeros((2, len(xs), xs.shape[1]), means.dtype)
+    run = 1
+    while run <= lengths.max():
+        w = np.flatnonzero(lengths & run)
+        apart = means[ends[w]] - mean[w]
+        sizes[w] += run
+        square[w] += squares[ends[w]] + apart * apart * (run * (sizes[w] - run) / sizes[w])
+        mean[w] += apart * (run / sizes[w])
+        ends[w] -= run
+        apart = means[run:] - means[:-run]
+        squares[run:] = squares[run:] + squares[:-run] + apart * apart * (run / 2)
+        means[run:] = means[:-run] + apart / 2
+        run *= 2
+    out[...] = statistic.of_spread(square / sizes, 1.0 / sizes)
 
 
 def scan_exact(clock: SampleClock, before: Array, xs: Array, out: Array) -> None:

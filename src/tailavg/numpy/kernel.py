@@ -7,7 +7,9 @@ the array operations of `tailavg.numpy.fallback` instead.
 Samples are the rows of a matrix `xs`, and the averages after each sample are the rows of `out`; a
 stream of numbers is a matrix with one column. The state is changed in place: the `means` and
 `starts` of the blocks, oldest first, and in `sums` the sum of the samples since step `folded`. A
-window is a tuple of six numbers: see `window_numbers`.
+window is a tuple of six numbers: see `window_numbers`. With `variance=True`, the state also has the
+`variances` of the blocks and the `squares` of the deviations since step `folded`; otherwise these
+arrays are empty. What to write to `out` is a `Statistic` as two numbers.
 
 Read `scan_blocks` first, then the functions that it calls.
 """
@@ -27,6 +29,7 @@ import numpy as np
 from tailavg.core.clock import FOLD, SMALLEST
 from tailavg.core.equation import weights
 from tailavg.core.windows import TIE, Fixed, Window
+from tailavg.numpy.arithmetic import MEAN, NOISE, STD
 
 __all__ = ["LONG", "SHORT", "installed", "kernel", "window_numbers"]
 
@@ -89,10 +92,26 @@ def decay_at(t: Any, window: Any) -> Any:
     return abs(weights(old, 1.0, excess, math.sqrt)[1])
 
 
-def fold_sums(means: Any, sums: Any, total: Any, weight: Any, carry: Any) -> None:
+def fold_sums(
+    means: Any, sums: Any, variances: Any, squares: Any, total: Any, weight: Any, carry: Any
+) -> None:
     """Merge the sums into the newest means, as `tailavg.numpy.arithmetic.joined` does."""
     kind = sums.dtype.type
     mean = means[-1]
+    if len(squares) > 0:
+        variance = variances[-1]
+        for j in range(len(squares)):  # as `tailavg.numpy.arithmetic.joined_variance` does
+            moved = sums[j] / kind(total) - mean[j]
+            fresh = (squares[j] - kind(total * weight) * moved * moved) / kind(total)
+            joint, lost = fresh, kind(0.0)
+            if weight != 1.0:
+                step = (fresh - variance[j]) * kind(weight)
+                joint = variance[j] + step
+                lost = (step - (joint - variance[j])) * kind(carry)
+                if lost - lost != 0.0:
+                    joint = variance[j] * kind(1.0 - weight) + fresh * kind(weight)
+                    lost = kind(0.0)
+            variance[j], squares[j] = kind(0.0) if joint < 0.0 else joint, lost
     if weight == 1.0:
         for j in range(len(sums)):
             mean[j] = sums[j] / kind(total)
@@ -109,23 +128,33 @@ def fold_sums(means: Any, sums: Any, total: Any, weight: Any, carry: Any) -> Non
         mean[j], sums[j] = joint, lost
 
 
-def open_block(means: Any, starts: Any, gone: int, t: int) -> None:
+def open_block(means: Any, variances: Any, starts: Any, gone: int, t: int) -> None:
     """Open a block at step t. Block `gone` is dropped, or merged with the one before it."""
     kind = means.dtype.type
+    spread = len(variances) > 0
     last = len(starts) - 1
     if gone > 0:
         end = starts[gone + 1] if gone < last else t
         weight = (end - starts[gone]) / (end - starts[gone - 1])
         for j in range(means.shape[1]):
             kept = means[gone - 1, j] * kind(1.0 - weight)
+            if spread:
+                apart = means[gone, j] - means[gone - 1, j]
+                within = variances[gone - 1, j] * kind(1.0 - weight)
+                within += variances[gone, j] * kind(weight)
+                variances[gone - 1, j] = within + kind(weight * (1.0 - weight)) * apart * apart
             means[gone - 1, j] = kept + means[gone, j] * kind(weight)
     for block in range(gone, last):
         starts[block] = starts[block + 1]
         for j in range(means.shape[1]):
             means[block, j] = means[block + 1, j]
+            if spread:
+                variances[block, j] = variances[block + 1, j]
     starts[last] = t
     for j in range(means.shape[1]):
         means[last, j] = 0.0
+        if spread:
+            variances[last, j] = 0.0
 
 
 def fill_weights(
@@ -247,6 +276,123 @@ def scan_rows(
                 out[j] += of_sum * sums[j]
 
 
+def add_squares(xs: Any, factors: Any, shift: Any, total: Any) -> Any:
+    """Add the squared deviations of numbers from the shift, times factors, to a sum."""
+    kind = xs.dtype.type
+    for i in range(len(xs)):
+        apart = xs[i] - shift
+        total += apart * apart * kind(factors[i])
+    return total
+
+
+def fill_scales(
+    scales: Any, each: Any, of_old: Any, old: float, new: float, statistic: Any
+) -> None:
+    """Write what variances are multiplied by at each step: 1 / (1 - Σ α²), or 1 for ddof=0."""
+    inverse = 1.0 / old if old > 0.0 else 0.0
+    for i in range(len(scales)):
+        squared = each[i] * each[i] * (new + _RAMP[i]) + of_old[i] * of_old[i] * inverse
+        scales[i] = 1.0 / (1.0 - statistic[1] * squared)
+
+
+def moments(means: Any, variances: Any, j: int, oldest: int, blocks: Any, sizes: Any) -> Any:
+    """Return the moments of closed blocks around the newest mean of column j, for `scan_spread`.
+
+    These are the mean and the mean square of the `oldest` block (0 if that is -1), and of the newer
+    `blocks` the sums of both, and the number of samples.
+    """
+    shift, first, second = float(means[-1, j]), 0.0, 0.0
+    newer_first, newer_second, newer = 0.0, 0.0, 0.0
+    if oldest >= 0:
+        first = means[oldest, j] - shift
+        second = variances[oldest, j] + first * first
+    for block in range(len(blocks)):
+        apart = means[blocks[block], j] - shift
+        newer += sizes[block]
+        newer_first += sizes[block] * apart
+        newer_second += sizes[block] * (variances[blocks[block], j] + apart * apart)
+    return first, second, newer_first, newer_second, newer
+
+
+def scan_spread(
+    xs: Any,
+    out: Any,
+    factors: Any,
+    each: Any,
+    of_old: Any,
+    scales: Any,
+    shift: Any,
+    closed: Any,
+    total: Any,
+    squares: Any,
+    statistic: Any,
+    room: Any,
+) -> Any:
+    """Add numbers to both sums, write variances, and return the sums.
+
+    Deviations are first taken from the `shift`. `closed` is what `moments` returns. The weight of
+    the samples in the sum is what the closed blocks leave of 1.
+    """
+    kind = xs.dtype.type
+    old_first, old_second, newer_first, newer_second, newer = closed
+    for i in range(len(xs)):
+        apart = xs[i] - shift
+        total += xs[i] * kind(factors[i])
+        squares += apart * apart * kind(factors[i])
+        out[i], room[i] = total, squares
+    middle, noise = float(shift), NOISE * np.finfo(xs.dtype).eps
+    for i in range(len(xs)):
+        in_sum = 1.0 - of_old[i] - each[i] * newer
+        moved = each[i] * out[i] - in_sum * middle
+        moved += of_old[i] * old_first + each[i] * newer_first
+        second = of_old[i] * old_second + each[i] * (newer_second + room[i])
+        variance = second - moved * moved
+        limit = noise * (middle + moved)
+        variance = 0.0 if variance <= limit * limit else variance
+        out[i] = kind(variance * scales[i])
+    if statistic[0] == STD:
+        for i in range(len(xs)):
+            out[i] = math.sqrt(out[i])
+    return total, squares
+
+
+def scan_spread_rows(
+    xs: Any,
+    out: Any,
+    factors: Any,
+    each: Any,
+    of_old: Any,
+    scales: Any,
+    means: Any,
+    variances: Any,
+    oldest: Any,
+    blocks: Any,
+    sizes: Any,
+    sums: Any,
+    squares: Any,
+    statistic: Any,
+    room: Any,
+    column: Any,
+) -> None:
+    """Do the work of `scan_spread` for each column of a matrix, or only add to the squares."""
+    n, width = len(xs), xs.shape[1]
+    for j in range(width):
+        x = xs.reshape(xs.size) if width == 1 else column[:n]
+        if width > 1:
+            for i in range(n):
+                x[i] = xs[i, j]
+        if statistic[0] == MEAN:
+            squares[j] = add_squares(x, factors, means[-1, j], squares[j])
+            continue
+        averages = out.reshape(out.size) if width == 1 else x
+        closed = moments(means, variances, j, oldest, blocks, sizes)
+        how = factors, each, of_old, scales, means[-1, j], closed, sums[j], squares[j]
+        sums[j], squares[j] = scan_spread(x, averages, *how, statistic, room)
+        if width > 1:
+            for i in range(n):
+                out[i, j] = averages[i]
+
+
 def scan_blocks(
     xs: Any,
     out: Any,
@@ -257,12 +403,15 @@ def scan_blocks(
     starts: Any,
     means: Any,
     sums: Any,
+    variances: Any,
+    squares: Any,
     plan: Any,
     ends: Any,
     window: Any,
     steady: bool,
     each: Any,
     of_old: Any,
+    statistic: Any,
 ) -> None:
     """Scan samples into rows of a table: samples bounds[i, 0] to bounds[i, 1] into rows[i].
 
@@ -273,11 +422,14 @@ def scan_blocks(
     width, last = xs.shape[1], starts.shape[1] - 1
     numbers, averages = xs.reshape(xs.size), out.reshape(out.size)
     blocks, sizes = np.empty(last + 1, np.int64), np.empty(last + 1)
-    room = np.empty(FOLD, xs.dtype)
+    room, spread = np.empty(FOLD, xs.dtype), squares.shape[1] > 0
+    ones, column = np.ones(FOLD), np.empty(FOLD, xs.dtype)
+    scales = np.empty(len(each) if spread else 0)
     begin = ends[0] - plan[0, 0]
     for i in range(len(rows)):
         row, at, stop = rows[i], bounds[i, 0], bounds[i, 1]
         t, fold, start, mean, total = counts[row], folded[row], starts[row], means[row], sums[row]
+        variance, square = variances[row], squares[row]
         run, repeated, above = 0, 0, len(ends) - 1
         while run < above:  # find the run of the next sample
             middle = (run + above) // 2
@@ -290,13 +442,18 @@ def scan_blocks(
             turns = gone >= 0 and t == end - plan[run, 0]
             if t - fold >= FOLD or (turns and t > fold):
                 size = t - start[last]
-                fold_sums(mean, total, t - fold, (t - fold) / size, size)
+                fold_sums(mean, total, variance, square, t - fold, (t - fold) / size, size)
                 fold = t
             if turns:
-                open_block(mean, start, gone, t)
+                open_block(mean, variance, start, gone, t)
                 fold = t
                 for j in range(width):
                     total[j] = 0.0
+                    if spread:
+                        square[j] = 0.0
+            if spread and t == start[last]:  # the first sample is the shift
+                for j in range(width):
+                    mean[last, j] = xs[at, j]
             first = oldest + 1 if oldest >= 0 else last
             old = start[first] - start[oldest] if oldest >= 0 else 0
             n = min(stop - at, end - t, FOLD - (t - fold))
@@ -306,7 +463,9 @@ def scan_blocks(
                 fill_weights(each, of_old, place, n, float(old), new, float(t), window)
             newer = blocks[: newer_blocks(start, fold, first, blocks, sizes)]
             oldest = oldest if old > 0 else -1
-            if width == 1:
+            if statistic[0] != MEAN:
+                pass  # see below
+            elif width == 1:
                 scan_numbers(
                     numbers,
                     averages,
@@ -324,6 +483,15 @@ def scan_blocks(
                 )
             else:
                 scan_rows(xs, out, at, n, total, each, of_old, place, oldest, mean, newer, sizes)
+            if spread:
+                now = xs[at : at + n], out[at : at + n], ones[:n], each[place : place + n]
+                state = mean, variance, oldest, newer, sizes, total, square
+                if repeated == 0 or not steady:
+                    old_new = float(old), float(t - start[first])
+                    scale = scales[place : place + n]
+                    fill_scales(scale, now[3], of_old[place : place + n], *old_new, statistic)
+                weights_now = of_old[place : place + n], scales[place : place + n]
+                scan_spread_rows(*now, *weights_now, *state, statistic, room, column)
             at += n
             t += n
             if t == end:
@@ -353,7 +521,8 @@ def scan_small_blocks(
     kind = xs.dtype.type
     closed, size = len(means) - 1, len(each)
     if in_sum > 0:
-        fold_sums(means, sums, in_sum, in_sum / size, size)
+        nothing = means[:0], sums[:0]
+        fold_sums(means, sums, *nothing, in_sum, in_sum / size, size)
     most = max(1, _TOGETHER // size)
     averages = np.empty(closed + most, xs.dtype)  # of the blocks before, then of these blocks
     room = np.empty(most, xs.dtype)
@@ -398,6 +567,72 @@ def scan_small_blocks(
         for block in range(closed):
             averages[block] = averages[n + block]
     means[closed, 0] = 0.0
+
+
+def scan_small_spread(
+    xs: Any,
+    out: Any,
+    means: Any,
+    sums: Any,
+    variances: Any,
+    squares: Any,
+    in_sum: int,
+    t: int,
+    plan: Any,
+    window: Any,
+    each: Any,
+    of_old: Any,
+    statistic: Any,
+) -> None:
+    """Do the work of `scan_small_blocks` for the variances of numbers, one block at a time."""
+    kind, closed, size = xs.dtype.type, len(means) - 1, len(each)
+    noise, scales = NOISE * np.finfo(xs.dtype).eps, np.empty(size)
+    if in_sum > 0:
+        fold_sums(means, sums, variances, squares, in_sum, in_sum / size, size)
+    place = 0
+    for run in range(len(plan)):
+        oldest, until = plan[run, 1], place + plan[run, 0]
+        old, new = (size, (closed - 1 - oldest) * size) if oldest >= 0 else (0, 0)
+        now, t_now = float(new + place), float(t + place)
+        fill_weights(each, of_old, place, plan[run, 0], float(old), now, t_now, window)
+        run_scales = scales[place:until], each[place:until], of_old[place:until]
+        fill_scales(*run_scales, float(old), now, statistic)
+        place = until
+    for start in range(0, len(xs), size):
+        if start > 0:
+            fold_sums(means, sums, variances, squares, size, 1.0, size)
+        for block in range(closed):
+            means[block, 0], variances[block, 0] = means[block + 1, 0], variances[block + 1, 0]
+        shift, total, square = xs[start], kind(0.0), kind(0.0)
+        means[closed, 0], variances[closed, 0] = shift, 0.0
+        middle, place = float(shift), 0
+        for run in range(len(plan)):
+            oldest, until = plan[run, 1], place + plan[run, 0]
+            first, second, newer_first, newer_second, newer = 0.0, 0.0, 0.0, 0.0, 0.0
+            if oldest >= 0:
+                first = means[oldest, 0] - middle
+                second = variances[oldest, 0] + first * first
+                for block in range(oldest + 1, closed):
+                    apart = means[block, 0] - middle
+                    newer += size
+                    newer_first += size * apart
+                    newer_second += size * (variances[block, 0] + apart * apart)
+            for i in range(place, until):
+                x = xs[start + i]
+                total += x
+                square += (x - shift) * (x - shift)
+                moved = each[i] * total - (1.0 - of_old[i] - each[i] * newer) * middle
+                moved += of_old[i] * first + each[i] * newer_first
+                spread = of_old[i] * second + each[i] * (newer_second + square)
+                variance = spread - moved * moved
+                limit = noise * (middle + moved)
+                variance = 0.0 if variance <= limit * limit else variance
+                out[start + i] = kind(variance * scales[i])
+            place = until
+        sums[0], squares[0] = total, square
+    if statistic[0] == STD:
+        for i in range(len(out)):
+            out[i] = math.sqrt(out[i])
 
 
 def fill_factors(scales: Any, factors: Any, folded: int, least: int, window: Any) -> Any:
@@ -465,8 +700,11 @@ def scan_decaying(
     folded: Any,
     means: Any,
     sums: Any,
+    variances: Any,
+    squares: Any,
     steady: int,
     window: Any,
+    statistic: Any,
 ) -> None:
     """Scan the samples of each row of a table into an exponential average.
 
@@ -474,23 +712,32 @@ def scan_decaying(
     """
     numbers, averages = xs.reshape(xs.size), out.reshape(out.size)
     scales, factors, room = np.empty(FOLD), np.empty(FOLD), np.empty(FOLD, xs.dtype)
+    width, spread, column = xs.shape[1], squares.shape[1] > 0, np.empty(FOLD, xs.dtype)
+    kept, divisors = np.empty(FOLD), np.empty(FOLD)
+    nothing, sizes = np.empty(0, np.int64), np.empty(0)
     for group in range(len(counts)):
         at, end = bounds[group], bounds[group + 1]
         if at == end:
             continue
         t, in_sum = counts[group], counts[group] - folded[group]
-        mean, total = means[group], sums[group]
+        mean, total, variance, square = means[group], sums[group], variances[group], squares[group]
         most, decay = fill_factors(scales, factors, t - in_sum, max(1, in_sum), window)
         while at < end:
             if in_sum >= most:
                 of_mean, of_sum = decay * scales[in_sum - 1], scales[in_sum - 1]
                 if t - in_sum < steady:
                     most, decay = fill_factors(scales, factors, t, 1, window)
-                fold_sums(mean, total, (1.0 - of_mean) / of_sum, 1.0 - of_mean, decay)
+                how = (1.0 - of_mean) / of_sum, 1.0 - of_mean, decay
+                fold_sums(mean, total, variance, square, *how)
                 in_sum = 0
             n = min(end - at, most - in_sum)
             factor, scale = factors[in_sum : in_sum + n], scales[in_sum : in_sum + n]
-            if xs.shape[1] == 1:
+            if spread and t == 0:  # the first sample is the shift
+                for j in range(width):
+                    mean[0, j] = xs[at, j]
+            if statistic[0] != MEAN:
+                pass  # see below
+            elif xs.shape[1] == 1:
                 if len(out):
                     chunk = averages[at : at + n]
                     total[0] = add_decaying(numbers[at : at + n], chunk, factor, total[0])
@@ -500,6 +747,16 @@ def scan_decaying(
             else:
                 rows = out[at : at + n] if len(out) else out
                 scan_decaying_rows(xs[at : at + n], rows, mean[0], total, factor, scale, decay)
+            if spread:
+                for i in range(n):  # in place of an old block, the mean since the last fold
+                    step = float(t) + _RAMP[i]
+                    kept[i] = decay * scale[i]
+                    divisors[i] = 1.0 - statistic[1] / min(step, size_at(step, window))
+                    divisors[i] = 1.0 / divisors[i]
+                averages_now = out[at : at + n] if len(out) else out
+                now = xs[at : at + n], averages_now, factor, scale, kept[:n], divisors[:n]
+                state = mean, variance, 0, nothing, sizes, total, square
+                scan_spread_rows(*now, *state, statistic, room, column)
             at += n
             t += n
             in_sum += n
@@ -556,8 +813,14 @@ _LOOPS: list[Any] = [
     add_numbers,
     scan_numbers,
     scan_rows,
+    add_squares,
+    fill_scales,
+    moments,
+    scan_spread,
+    scan_spread_rows,
     scan_blocks,
     scan_small_blocks,
+    scan_small_spread,
     fill_factors,
     add_decaying,
     weigh_decayed,

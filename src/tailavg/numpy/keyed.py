@@ -20,8 +20,14 @@ from tailavg.core.readings import Reading
 from tailavg.core.rules import AnyTail, ExactWindow, Rule, no_window_error, window_of
 from tailavg.core.windows import AnyWindow, short_repr
 from tailavg.io import state as layout
-from tailavg.numpy.arithmetic import Array
-from tailavg.numpy.average import NanPolicy, TailAverage, has_nan, numbers
+from tailavg.numpy.arithmetic import MEAN, Array, Of, Statistic
+from tailavg.numpy.average import (
+    NanPolicy,
+    TailAverage,
+    has_nan,
+    no_variance_error,
+    numbers,
+)
 from tailavg.numpy.kernel import kernel
 from tailavg.numpy.table import Table
 
@@ -39,7 +45,9 @@ LIVE = 1024
 """The most averages that are cached as a `TailAverage` for single updates."""
 
 _FLOAT64 = np.dtype(np.float64)
+_AVERAGE = Statistic()
 _STEPS = ("count", "starts", "blocks", "folded", "partial")  # the state of a key
+_SPREAD = ("variances", "squares")  # and of one with variance=True
 _LISTS = ("keys", "counts", *_STEPS[1:])
 
 Part = tuple[Array | None, Sequence[Hashable], Array]
@@ -59,6 +67,7 @@ class TailAverages(Mapping[Any, TailAverage]):
     Args:
         rule: As for `TailAverage`.
         nan_policy: `"propagate"`, `"raise"`, or `"omit"`: a NaN is left out and not counted.
+        variance: As for `TailAverage`.
 
     Examples:
         >>> averages = TailAverages(2)
@@ -75,8 +84,15 @@ class TailAverages(Mapping[Any, TailAverage]):
     # `_live` caches rows as `TailAverage`s, which makes single updates 50 times as fast. `_settle`
     # writes the cache back before another method reads the table.
 
-    def __init__(self, rule: AnyWindow | Rule, *, nan_policy: NanPolicy = "propagate") -> None:
-        self._empty = TailAverage(rule, dtype=_FLOAT64, nan_policy=nan_policy)
+    def __init__(
+        self,
+        rule: AnyWindow | Rule,
+        *,
+        nan_policy: NanPolicy = "propagate",
+        variance: bool = False,
+    ) -> None:
+        self._variance = variance
+        self._empty = TailAverage(rule, dtype=_FLOAT64, nan_policy=nan_policy, variance=variance)
         self._table = self._new_table(0)
         self._rows: dict[Any, int] = {}
         self._free: list[int] = []  # rows of the table that have no key
@@ -116,6 +132,16 @@ class TailAverages(Mapping[Any, TailAverage]):
         value: float = self._average(key).value(window)
         return value
 
+    def std(self, key: Hashable, window: Reading | None = None, ddof: int = 1) -> float:
+        """Return the standard deviation of the samples of a key: see `TailAverage.std`."""
+        std: float = self._average(key).std(window, ddof)
+        return std
+
+    def variance(self, key: Hashable, window: Reading | None = None, ddof: int = 1) -> float:
+        """Return the variance of the samples of a key: see `TailAverage.variance`."""
+        variance: float = self._average(key).variance(window, ddof)
+        return variance
+
     def update_many(self, keys: Any, xs: Any) -> None:
         """Take many samples. The key of xs[i] is keys[i]. After an error, nothing has changed.
 
@@ -130,16 +156,27 @@ class TailAverages(Mapping[Any, TailAverage]):
         window = 1.0 if isinstance(self.rule, AnyTail) else None  # any window will do
         self.scan_parts([part_of(keys, xs)], [window])
 
-    def scan(self, keys: Any, xs: Any, window: Reading | None = None) -> Array:
+    def scan(
+        self,
+        keys: Any,
+        xs: Any,
+        window: Reading | None = None,
+        *,
+        of: Of = "mean",
+        ddof: int = 1,
+    ) -> Array:
         """Take many samples. Return after each sample the average of its key.
 
-        Keys may come in any order. An `AnyTail` needs a `window`.
+        Keys may come in any order. An `AnyTail` needs a `window`. With `of="variance"` or
+        `of="std"`, return these instead of averages.
 
         Examples:
             >>> TailAverages(0.5).scan([1, 2, 1, 2], [1.0, 10.0, 2.0, 20.0])
             array([ 1., 10.,  2., 20.])
         """
-        averages: Array = self.scan_parts([part_of(keys, xs)], [window])[0][0]
+        statistic = Statistic.named(of, ddof)
+        parts = [part_of(keys, xs)]
+        averages: Array = self.scan_parts(parts, [window], statistic=statistic)[0][0]
         return averages
 
     def scan_parts(
@@ -149,12 +186,13 @@ class TailAverages(Mapping[Any, TailAverage]):
         *,
         keep: bool = True,
         same_bits: bool = False,
+        statistic: Statistic = _AVERAGE,
     ) -> list[Array]:
         """Take samples of several columns, which share no key. Return the averages of each column.
 
         These are an array for each column, with a row for each window. After an error, nothing has
-        changed. Without `keep`, all averages begin anew and are not stored. For `same_bits`, see
-        `scan_groups`.
+        changed. Without `keep`, all averages begin anew and are not stored. For `same_bits` and
+        `statistic`, see `scan_groups`.
         """
         if keep:
             self._settle()
@@ -165,7 +203,8 @@ class TailAverages(Mapping[Any, TailAverage]):
                 rows = np.array([self._rows.get(key, -1) for key in keys], np.int64)
                 table.put(np.flatnonzero(rows >= 0), self._table.take(rows[rows >= 0]))
             changes.append((keys, rows, table))
-            out.append(scan_groups(table, codes, xs, windows, self.nan_policy, same_bits=same_bits))
+            how = windows, self.nan_policy, statistic
+            out.append(scan_groups(table, codes, xs, *how, same_bits=same_bits))
         if keep:
             self._hold(changes)
         return out
@@ -202,6 +241,8 @@ class TailAverages(Mapping[Any, TailAverage]):
         options = repr(self.rule)
         if self.nan_policy != "propagate":
             options += f", nan_policy={self.nan_policy!r}"
+        if self._variance:
+            options += ", variance=True"
         return f"<TailAverages({options}): {len(self) or 'no'} keys>"
 
     def copy(self) -> Self:
@@ -226,23 +267,30 @@ class TailAverages(Mapping[Any, TailAverage]):
             >>> TailAverages.from_state_dict(averages.state_dict()) == averages
             True
         """
-        lists: dict[str, list[Any]] = {name: [] for name in _LISTS}
+        names = (*_LISTS, *_SPREAD) if self._variance else _LISTS
+        lists: dict[str, list[Any]] = {name: [] for name in names}
         for key in self:
-            for name, entry in zip(_LISTS, (key, *self.steps_of(key)), strict=True):
+            for name, entry in zip(names, (key, *self.steps_of(key)), strict=True):
                 lists[name].append(entry)
         return layout.keyed_state(self.rule, nan_policy=self.nan_policy, **lists)
 
-    def steps_of(self, key: Any) -> tuple[int, list[int], list[float], int, float]:
-        """Return the state of a key: count, starts, blocks, folded, partial."""
+    def steps_of(self, key: Any) -> tuple[Any, ...]:
+        """Return the state of a key: count, starts, blocks, folded, partial.
+
+        With `variance=True`, the variances and squares follow.
+        """
         self._settle()
         table, row = self._table, self._rows[key]
         if isinstance(table, _ExactTable):
             state = table.averages[row].state_dict()
-            return tuple(state[name] for name in _STEPS)
+            return tuple(state[name] for name in (*_STEPS, *_SPREAD) if name in state)
         count, starts = int(table.counts[row]), table.starts[row].tolist()
         empty = sum(start == end for start, end in pairwise([*starts, count]))
         means, total = table.means[row, empty:, 0].tolist(), float(table.sums[row, 0])
-        return count, starts[empty:], means, int(table.folded[row]), total
+        steps = count, starts[empty:], means, int(table.folded[row]), total
+        if not self._variance:
+            return steps
+        return *steps, table.variances[row, empty:, 0].tolist(), float(table.squares[row, 0])
 
     def restore(self, entries: Iterable[tuple[Any, ...]]) -> None:
         """Add keys with their states. Raise a ValueError if a state is impossible.
@@ -250,7 +298,7 @@ class TailAverages(Mapping[Any, TailAverage]):
         Each entry is a tuple of a key and what `steps_of` returns for the key.
         """
         self._settle()
-        for each, count, starts, blocks, folded, partial in entries:
+        for each, count, starts, blocks, folded, partial, *spread in entries:
             key = _tuples(each)
             _check_key(key)
             try:
@@ -259,7 +307,8 @@ class TailAverages(Mapping[Any, TailAverage]):
                 raise ValueError(f"state: keys: {error}") from error
             if known:
                 raise ValueError(f"state: keys: expected each once, got {short_repr(key)} again")
-            if not count or len(blocks) != len(starts):
+            variances, squares = spread if self._variance else (blocks, 0.0)
+            if not count or not len(blocks) == len(variances) == len(starts):
                 raise ValueError(
                     f"corrupt state: {count} samples, {len(starts)} block starts, {len(blocks)} "
                     "blocks"
@@ -267,6 +316,7 @@ class TailAverages(Mapping[Any, TailAverage]):
             (row,), table = self._free_rows(1), self._table
             if isinstance(table, _ExactTable):
                 steps = dict(zip(_STEPS, (count, starts, blocks, folded, partial), strict=True))
+                steps |= dict(zip(_SPREAD, spread, strict=False))
                 state = self._empty.state_dict() | steps
                 table.averages[row] = TailAverage.from_state_dict(state)
             else:
@@ -275,6 +325,9 @@ class TailAverages(Mapping[Any, TailAverage]):
                 table.starts[row], table.means[row] = 0, 0.0
                 first = table.starts.shape[1] - len(starts)
                 table.starts[row, first:], table.means[row, first:, 0] = starts, blocks
+                if self._variance:
+                    table.variances[row], table.squares[row] = 0.0, squares
+                    table.variances[row, first:, 0] = variances
             del self._free[-1]
             self._rows[key] = row
 
@@ -286,10 +339,15 @@ class TailAverages(Mapping[Any, TailAverage]):
         """
         state = layout.check_keyed(state)
         try:
-            averages = cls(layout.rule_from(state["rule"]), nan_policy=state["nan_policy"])
+            averages = cls(
+                layout.rule_from(state["rule"]),
+                nan_policy=state["nan_policy"],
+                variance="variances" in state,
+            )
         except TypeError as error:
             raise ValueError(f"state: {error}") from error
-        averages.restore(zip(*(state[name] for name in _LISTS), strict=True))
+        names = [name for name in (*_LISTS, *_SPREAD) if name in state]
+        averages.restore(zip(*(state[name] for name in names), strict=True))
         return averages
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -332,7 +390,9 @@ class TailAverages(Mapping[Any, TailAverage]):
 
     def _new_table(self, rows: int) -> Any:
         exact = isinstance(self.rule, ExactWindow)
-        return _ExactTable(self._empty, rows) if exact else Table(self.rule, rows)
+        if exact:
+            return _ExactTable(self._empty, rows)
+        return Table(self.rule, rows, variance=self._variance)
 
     def _row(self, key: Hashable) -> int:
         if key not in self._rows:
@@ -400,6 +460,10 @@ class _ExactTable:
         return len(self.averages)
 
     @property
+    def variance(self) -> bool:
+        return self._empty._variances is not None
+
+    @property
     def counts(self) -> Array:
         return np.array([average.count for average in self.averages], np.int64)
 
@@ -416,7 +480,13 @@ class _ExactTable:
         self.averages = np.append(self.averages, more)
 
     def scan_groups(
-        self, codes: Array | None, xs: Array, counted: Any, windows: Any, loops: Any
+        self,
+        codes: Array | None,
+        xs: Array,
+        counted: Any,
+        windows: Any,
+        loops: Any,
+        statistic: Statistic,
     ) -> Array:
         sizes = [len(xs)] if codes is None else np.bincount(codes, minlength=len(self))
         bounds = np.concatenate([[0], np.cumsum(sizes)])
@@ -427,9 +497,9 @@ class _ExactTable:
             if loops is not None and kernel(int(sizes[row])) is None:
                 for i in range(group.start, group.stop):  # a scan would not give the same bits
                     average.update(xs[i])
-                    out[0, i] = average.value() if average.count else np.nan
+                    out[0, i] = average._read(None, statistic) if average.count else np.nan
             else:
-                out[0, group] = average.scan(xs[group])
+                out[0, group] = average.scan(xs[group], of=statistic.name, ddof=statistic.ddof)
         return out
 
 
@@ -439,6 +509,7 @@ def scan_groups(
     xs: Array,
     windows: Sequence[Reading | None],
     nan_policy: NanPolicy,
+    statistic: Statistic = _AVERAGE,
     *,
     same_bits: bool = False,
     name: str = "samples",
@@ -448,8 +519,11 @@ def scan_groups(
     This function checks the arguments, sorts the numbers by row, and calls `Table.scan_groups`. The
     code of a number without a row is -1. The averages are NaN before the first sample. With
     `same_bits`, they are bit-identical to those of single updates, which takes longer without
-    numba. Error messages call the numbers `name`. An error may leave the table changed.
+    numba. A `statistic` replaces the averages. Error messages call the numbers `name`. An error may
+    leave the table changed.
     """
+    if statistic.of != MEAN and not table.variance:
+        raise no_variance_error(statistic.name)
     if xs.ndim != 1:
         raise ValueError(f"{name}: expected a sequence of numbers, got shape {xs.shape}")
     if xs.dtype.kind == "c":
@@ -478,7 +552,7 @@ def scan_groups(
         for window in windows:
             window_of(table.rule, window, 1)  # raises unless it is None
     with np.errstate(all="ignore"):
-        averages: Array = table.scan_groups(codes, samples, counted, windows, loops)
+        averages: Array = table.scan_groups(codes, samples, counted, windows, loops, statistic)
     if order is None:
         return averages
     out = np.full((len(windows), len(xs)), np.nan)
@@ -536,12 +610,13 @@ def averages_for(
     window: Reading | None,
     nan_policy: NanPolicy,
     state: TailAverages | None,
+    variance: bool = False,
 ) -> TailAverages:
     """Return `state`, or new averages if it is None. Raise if its rule or nan_policy differs.
 
     Also raise if the rule needs a `window` to be read with and there is none, or the reverse.
     """
-    new = TailAverages(rule, nan_policy=nan_policy)
+    new = TailAverages(rule, nan_policy=nan_policy, variance=variance)
     if isinstance(new.rule, AnyTail) and window is None:
         raise no_window_error("pass window=0.25")
     window_of(new.rule, window, 1)
@@ -549,11 +624,8 @@ def averages_for(
         return new
     if not isinstance(state, TailAverages):
         raise TypeError(f"state: expected TailAverages, got {type(state).__name__}")
-    if (state.rule, state.nan_policy) != (new.rule, new.nan_policy):
-        raise ValueError(
-            f"state: expected TailAverages({new.rule}, nan_policy={new.nan_policy!r}), like the "
-            f"other arguments, got {state}"
-        )
+    if state._empty != new._empty:
+        raise ValueError(f"state: expected the averages of {new}, like the arguments; got {state}")
     return state
 
 

@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 
 from tailavg.core.clock import FOLD, SUM, BlockClock, Clock, DecayClock, clock_for
+from tailavg.core.profile import effective_size
 from tailavg.core.readings import ByAge
-from tailavg.core.rules import Exponential, Rule
-from tailavg.core.windows import Window
+from tailavg.core.rules import AnyTail, Exponential, Rule
+from tailavg.core.windows import Fixed, Window
 from tailavg.numpy import fallback
-from tailavg.numpy.arithmetic import Array, wide
+from tailavg.numpy.arithmetic import MEAN, Array, Statistic, spread, wide
 from tailavg.numpy.kernel import window_numbers
 
 __all__ = ["Table", "record_type"]
@@ -30,9 +31,12 @@ LONGEST = 1 << 20
 SMALL = 256
 """Repeating blocks of at most this many samples are scanned side by side."""
 
+_ADDED = 1 << 14  # how many samples are added at a time without reading averages
 _WEIGHTS = 1 << 16  # the most weights to keep for repeating blocks; more do not fit into the cache
 _FLOAT64 = np.dtype(np.float64)
-_FIELDS = ("counts", "folded", "starts", "means", "sums")
+_FIELDS = ("counts", "folded", "starts", "means", "sums", "variances", "squares")
+_NOTHING = np.empty((2, FOLD))  # where a compiled scan writes the weights of a few steps
+_AVERAGE = Statistic()
 
 
 class Table:
@@ -43,6 +47,7 @@ class Table:
         rows: The number of rows. They have no samples yet.
         width: How many numbers a sample consists of.
         dtype: The dtype of means and sums.
+        variance: Whether the rows have variances.
 
     Examples:
         >>> from tailavg import AnytimeWindow
@@ -63,9 +68,18 @@ class Table:
     """The means of the blocks."""
     sums: Array
     """The sums of the samples since step `folded`."""
+    variances: Array
+    """The variances of the blocks; no blocks without `variance`."""
+    squares: Array
+    """The sums of squared deviations since step `folded`; without `variance`, no columns."""
 
     def __init__(
-        self, rule: Rule, rows: int = 0, width: int = 1, dtype: np.dtype[Any] = _FLOAT64
+        self,
+        rule: Rule,
+        rows: int = 0,
+        width: int = 1,
+        dtype: np.dtype[Any] = _FLOAT64,
+        variance: bool = False,
     ) -> None:
         self.rule = rule
         blocks = len(_first_clock(rule).blocks)
@@ -73,9 +87,16 @@ class Table:
         self.starts = np.zeros((rows, blocks), np.int64)
         self.means = np.zeros((rows, blocks, width), dtype)
         self.sums = np.zeros((rows, width), dtype)
+        self.variances = np.zeros((rows, blocks if variance else 0, width), dtype)
+        self.squares = np.zeros((rows, width if variance else 0), dtype)
 
     def __len__(self) -> int:
         return len(self.counts)
+
+    @property
+    def variance(self) -> bool:
+        """Whether the rows have variances."""
+        return bool(self.squares.shape[1])
 
     def take(self, rows: Array) -> Table:
         """Return a copy of some rows."""
@@ -108,24 +129,36 @@ class Table:
 
     def records(self) -> Array:
         """Return the rows as records: see `record_type`."""
-        rows = np.zeros(len(self), record_type(self.rule))
+        rows = np.zeros(len(self), record_type(self.rule, self.variance))
         rows["count"], rows["folded"], rows["starts"] = self.counts, self.folded, self.starts
         rows["blocks"], rows["partial"] = self.means[:, :, 0], self.sums[:, 0]
+        if self.variance:
+            rows["variances"], rows["squares"] = self.variances[:, :, 0], self.squares[:, 0]
         return rows
 
     @classmethod
     def from_records(cls, rule: Rule, records: Array) -> Table:
         """Return the table that `records` came from."""
-        table = cls(rule, len(records))
+        variance = "squares" in (records.dtype.names or ())
+        table = cls(rule, len(records), variance=variance)
         table.counts[:], table.folded[:] = records["count"], records["folded"]
         table.starts[:] = records["starts"]
         table.means[:, :, 0], table.sums[:, 0] = records["blocks"], records["partial"]
+        if variance:
+            table.variances[:, :, 0] = records["variances"]
+            table.squares[:, 0] = records["squares"]
         return table
 
-    def read(self, row: int, window: Any = None) -> float:
-        """Return the average of a row of numbers."""
+    def read(self, row: int, window: Any = None, statistic: Statistic = _AVERAGE) -> float:
+        """Return the average of a row of numbers, or another statistic."""
         value, means, total = 0.0, self.means[row, :, 0].tolist(), float(self.sums[row, 0])
-        for weight, block in self.clock(row).terms(window):
+        clock = self.clock(row)
+        if statistic.of != MEAN:
+            terms, squares = clock.terms(window), float(self.squares[row, 0])
+            variance = spread(terms, means, self.variances[row, :, 0].tolist(), total, squares)
+            size = effective_size(self.rule, clock.starts, clock.count, window)
+            return float(statistic.of_spread(variance, 1.0 / size))
+        for weight, block in clock.terms(window):
             value += weight * (total if block == SUM else means[block])
         return value
 
@@ -138,6 +171,7 @@ class Table:
         counted: Array | None = None,
         windows: Sequence[Any] = (None,),
         kernel: SimpleNamespace | None = None,
+        statistic: Statistic = _AVERAGE,
     ) -> Array:
         """Take numbers of several rows. Return after each number the average of its row.
 
@@ -147,6 +181,7 @@ class Table:
             counted: Which numbers to take; None takes all. The others repeat the last average.
             windows: As for `scan`.
             kernel: As for `scan`.
+            statistic: As for `scan`.
 
         Returns:
             An array of averages for each window. An average without samples is NaN.
@@ -156,7 +191,7 @@ class Table:
         if counted is None or counted.all():
             sizes = np.bincount(codes, minlength=len(self)) if len(codes) else [len(xs)]
             bounds = np.concatenate([[0], np.cumsum(sizes)])
-            return self.scan(xs[:, None], bounds, windows, kernel)[:, :, 0]
+            return self.scan(xs[:, None], bounds, windows, kernel, statistic)[:, :, 0]
         sizes = np.bincount(codes[counted], minlength=len(self))
         bounds = np.concatenate([[0], np.cumsum(sizes)])
         latest = np.cumsum(counted) - 1  # the last number that was taken, up to each number
@@ -164,8 +199,8 @@ class Table:
         before = np.full((len(windows), len(self)), np.nan)
         for row in np.unique(codes[~own]).tolist():
             if self.counts[row]:
-                before[:, row] = [self.read(row, window) for window in windows]
-        averages = self.scan(xs[counted][:, None], bounds, windows, kernel)[:, :, 0]
+                before[:, row] = [self.read(row, window, statistic) for window in windows]
+        averages = self.scan(xs[counted][:, None], bounds, windows, kernel, statistic)[:, :, 0]
         out = before[:, codes]
         out[:, own] = averages[:, latest[own]]
         return out
@@ -176,6 +211,7 @@ class Table:
         bounds: Array,
         windows: Sequence[Window | ByAge | None] = (None,),
         kernel: SimpleNamespace | None = None,
+        statistic: Statistic = _AVERAGE,
     ) -> Array:
         """Take samples. Return the average after each sample, for each window.
 
@@ -184,6 +220,7 @@ class Table:
             bounds: The index of each row's first sample, and at the end the number of samples.
             windows: The windows to read, if the rule is an `AnyTail`; otherwise [None].
             kernel: The loops to scan with; None for array operations.
+            statistic: What to return in place of averages.
         """
         out = np.empty((len(windows), *xs.shape), self.means.dtype)
         before = self.take(np.arange(len(self))) if len(windows) > 1 else self
@@ -192,21 +229,27 @@ class Table:
         for number, i in enumerate(order):
             if number:
                 self.put(np.arange(len(self)), before)
-            self._scan(xs, out[i], bounds, windows[i], kernel)
+            self._scan(xs, out[i], bounds, windows[i], kernel, statistic)
         return out
 
     def _scan(
-        self, xs: Array, out: Array, bounds: Array, window: Any, kernel: SimpleNamespace | None
+        self,
+        xs: Array,
+        out: Array,
+        bounds: Array,
+        window: Any,
+        kernel: SimpleNamespace | None,
+        statistic: Statistic,
     ) -> None:
         window = getattr(self.rule, "window", None) if window is None else window
         if isinstance(self.rule, Exponential):
-            self._scan_decaying(xs, out, bounds, kernel)
+            self._scan_decaying(xs, out, bounds, kernel, statistic)
             return
         rows, spans = np.flatnonzero(np.diff(bounds)), np.stack([bounds[:-1], bounds[1:]], axis=1)
         if kernel is None or isinstance(window, ByAge):
             for row in rows.tolist():
                 span = slice(*spans[row])
-                self._scan_by_arrays(row, xs[span], out[span], window)
+                self._scan_by_arrays(row, xs[span], out[span], window, statistic)
             return
         ends = self.counts[rows] + np.diff(bounds)[rows]
         together = (ends <= LONGEST) & (len(rows) > 1)
@@ -215,51 +258,66 @@ class Table:
                 self.rule, window, 1 << (int(ends[together].max()) - 1).bit_length()
             )
             how = spans[rows[together]], *self._fields(), plan, until, window_numbers(window)
-            kernel.scan_blocks(xs, out, rows[together], *how, False, *np.empty((2, FOLD)))
+            kernel.scan_blocks(xs, out, rows[together], *how, False, *_NOTHING, statistic)
         for row in rows[~together].tolist():
             span = slice(*spans[row])
-            self._scan_row(row, xs[span], out[span], window, kernel)
+            self._scan_row(row, xs[span], out[span], window, kernel, statistic)
 
-    def _scan_row(self, row: int, xs: Array, out: Array, window: Window, kernel: Any) -> None:
+    def _scan_row(
+        self, row: int, xs: Array, out: Array, window: Window, kernel: Any, statistic: Statistic
+    ) -> None:
         """Scan the samples of one row with compiled loops."""
         clock, begin, numbers = self.clock(row), 0, window_numbers(window)
         assert isinstance(clock, BlockClock)
-        t = clock.count
+        t, is_number = clock.count, xs.shape[1] == 1
         for runs, repeats in clock.runs(t + len(xs), window):
             plan = np.array(runs)
             size = int(plan[:, 0].sum())
             n = repeats * size
             steady = repeats > 1 and window.size(t + 1) == window.size(t + n) and size <= _WEIGHTS
             weights = np.empty((2, size if steady else FOLD))
-            if steady and size <= SMALL and xs.shape[1] == 1:
+            if steady and size <= SMALL and is_number:
                 samples, averages = xs[begin : begin + n, 0], out[begin : begin + n, 0]
-                state = self.means[row], self.sums[row], t - int(self.folded[row]), t
-                kernel.scan_small_blocks(samples, averages, *state, plan, numbers, *weights)
+                state = [self.means[row], self.sums[row]]
+                small: list[Any] = [t - int(self.folded[row]), t, plan, numbers, *weights]
+                if self.variance:
+                    copies = [array.copy() for array in state]  # for the averages
+                    moments = [*state, self.variances[row], self.squares[row]]
+                    deviations = averages if statistic.of != MEAN else np.empty_like(averages)
+                    kernel.scan_small_spread(samples, deviations, *moments, *small, statistic)
+                    state = copies
+                if statistic.of == MEAN:
+                    kernel.scan_small_blocks(samples, averages, *state, *small)
                 self.counts[row], self.folded[row] = t + n, t + n - size
                 self.starts[row] += n
             else:
                 span, until = np.array([[begin, begin + n]]), t + np.cumsum(plan[:, 0])
                 how = span, *self._fields(), plan, until, numbers, steady, *weights
-                kernel.scan_blocks(xs, out, np.array([row]), *how)
+                kernel.scan_blocks(xs, out, np.array([row]), *how, statistic)
             begin, t = begin + n, t + n
 
-    def _scan_by_arrays(self, row: int, xs: Array, out: Array, window: Any) -> None:
+    def _scan_by_arrays(
+        self, row: int, xs: Array, out: Array, window: Any, statistic: Statistic
+    ) -> None:
         clock = self.clock(row)
         assert isinstance(clock, BlockClock)
-        fallback.scan_blocks(clock, self.means[row], self.sums[row], xs, out, window)
+        state = self.means[row], self.sums[row], self.variances[row], self.squares[row]
+        fallback.scan_blocks(clock, state, xs, out, window, statistic)
         self.counts[row], self.folded[row] = clock.count, clock.folded
         self.starts[row] = clock.blocks
 
     def _fields(self) -> tuple[Array, ...]:
         return tuple(getattr(self, name) for name in _FIELDS)
 
-    def _scan_decaying(self, xs: Array, out: Array, bounds: Array, kernel: Any) -> None:
+    def _scan_decaying(
+        self, xs: Array, out: Array, bounds: Array, kernel: Any, statistic: Statistic
+    ) -> None:
         rule = self.rule
         assert isinstance(rule, Exponential)
         if kernel is not None:
-            state = self.counts, self.folded, self.means, self.sums
-            steady = rule.window.steady_from
-            kernel.scan_decaying(xs, out, bounds, *state, steady, window_numbers(rule.window))
+            state = self.counts, self.folded, *self._fields()[3:]
+            how = rule.window.steady_from, window_numbers(rule.window), statistic
+            kernel.scan_decaying(xs, out, bounds, *state, *how)
             return
         for row in np.flatnonzero(np.diff(bounds)).tolist():
             span = slice(bounds[row], bounds[row + 1])
@@ -272,7 +330,16 @@ class Table:
             for weight, values in ((of_mean, self.means[row, 0]), (of_sum, self.sums[row])):
                 if weight:  # 0 times NaN is NaN
                     mean += weight * values.astype(dtype)
-            mean = fallback.scan_decaying(clock, mean, xs[span], out[span] if len(out) else None)
+            variance = self.squares[row].astype(dtype)
+            if len(variance) and clock.count:
+                moments = self.means[row], self.variances[row], self.sums[row], variance
+                variance = spread(clock.terms(), *moments)
+            averages = out[span] if len(out) else None
+            mean, variance = fallback.scan_decaying(
+                clock, mean, variance, xs[span], averages, statistic
+            )
+            if self.variance:
+                self.variances[row, 0], self.squares[row] = variance, 0.0
             count = clock.count + len(xs[span])
             clock.resume(count, [0], count)
             self.counts[row] = self.folded[row] = count
@@ -282,12 +349,18 @@ class Table:
             self.sums[row] = np.where(np.isfinite(lost), lost, 0.0)
 
     def add(self, xs: Array, kernel: SimpleNamespace | None) -> None:
-        """Take samples into an exponential average of one row, without reading averages."""
-        nothing = np.empty((0, xs.shape[1]), xs.dtype)
-        self._scan_decaying(xs, nothing, np.array([0, len(xs)]), kernel)
+        """Take samples into a table of one row, without reading averages."""
+        if isinstance(self.rule, Exponential):
+            nothing = np.empty((0, xs.shape[1]), xs.dtype)
+            self._scan_decaying(xs, nothing, np.array([0, len(xs)]), kernel, _AVERAGE)
+            return
+        window = Fixed(1) if isinstance(self.rule, AnyTail) else None  # any window will do
+        for start in range(0, len(xs), _ADDED):
+            rows = xs[start : start + _ADDED]
+            self.scan(rows, np.array([0, len(rows)]), [window], kernel)
 
 
-def record_type(rule: Rule) -> np.dtype[Any]:
+def record_type(rule: Rule, variance: bool = False) -> np.dtype[Any]:
     """Return the dtype of a record with the state of an average of numbers.
 
     The fields are those of `tailavg.io.state`, little-endian. An empty block starts at 0.
@@ -298,15 +371,15 @@ def record_type(rule: Rule) -> np.dtype[Any]:
         72
     """
     blocks = len(_first_clock(rule).blocks)
-    return np.dtype(
-        [
-            ("count", "<i8"),
-            ("folded", "<i8"),
-            ("starts", "<i8", (blocks,)),
-            ("blocks", "<f8", (blocks,)),
-            ("partial", "<f8"),
-        ]
-    )
+    fields: list[Any] = [
+        ("count", "<i8"),
+        ("folded", "<i8"),
+        ("starts", "<i8", (blocks,)),
+        ("blocks", "<f8", (blocks,)),
+        ("partial", "<f8"),
+    ]
+    spread = [("variances", "<f8", (blocks,)), ("squares", "<f8")]
+    return np.dtype(fields + spread if variance else fields)
 
 
 @lru_cache(maxsize=64)

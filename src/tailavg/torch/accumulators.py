@@ -231,7 +231,7 @@ class Accumulators(Store):
             A function that resumes from the state, and calls `then` at the end.
         """
         state = states.check(state)
-        states.check_nan_policy(state)
+        states.check_model_state(state)
         dtype = dtype_name(self.dtype)
         if states.rule_from(state["rule"]) != self.clock.rule or state["dtype"] != dtype:
             raise ValueError(
