@@ -399,7 +399,7 @@ class _Accumulators(Store):
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Resume from a state."""
-        layout.check_nan_policy(state)
+        layout.check_model_state(state)
         rule = layout.rule_from(state["rule"])
         if rule != self.clock.rule or state["dtype"] != "float32":
             raise ValueError(

@@ -16,6 +16,13 @@ A state is a dict of plain data:
   into a mean; for an `Exponential`, the sum of the samples after step `folded`, where sample i is
   multiplied by (1 - decay(i)) / (decay(folded + 2) ⋯ decay(i))
 
+An average with `variance=True` has two more:
+
+- `variances`: for each block, the mean squared deviation of its samples from the mean, stacked like
+  `blocks`
+- `squares`: like `partial`, for (x - shift)². The shift is the last mean in `blocks`. While that
+  block has no sample in its mean, its place in `blocks` holds its first sample.
+
 If samples are numbers, `blocks` is a list, and the state can be written as JSON. A complex number
 is then a list of its real and imaginary parts, and a number in extended precision is a string.
 
@@ -65,7 +72,7 @@ __all__ = [
     "by_name",
     "check",
     "check_keyed",
-    "check_nan_policy",
+    "check_model_state",
     "check_steps",
     "keyed_state",
     "named",
@@ -99,7 +106,8 @@ _FIELDS: dict[str, Any] = _HEADER | {
     "folded": int,
     "partial": (int, float, complex, str, list, tuple, np.number, np.ndarray, Mapping),
 }
-_ARRAYS = ("starts", "blocks", "partial")
+_SPREAD = {"variances": _FIELDS["blocks"], "squares": _FIELDS["partial"]}
+_ARRAYS = ("starts", "blocks", "partial", *_SPREAD)
 _LISTS = ("keys", "counts", "starts", "blocks", "folded", "partial")
 _DTYPES = {np.dtype(code).name: np.dtype(code) for code in "fdgFDG"}
 _TYPES: dict[str, Any] = {
@@ -164,8 +172,9 @@ def state(
     blocks: Any,
     folded: int,
     partial: Any,
+    **spread: Any,
 ) -> dict[str, Any]:
-    """Return a state in this layout."""
+    """Return a state in this layout. `spread` is `variances` and `squares`, or nothing."""
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -178,6 +187,7 @@ def state(
         "blocks": blocks,
         "folded": folded,
         "partial": partial,
+        **spread,
     }
 
 
@@ -231,9 +241,14 @@ def unnamed(state: Mapping[str, Any]) -> dict[str, Any]:
         names = list(state["partial"])
         raise ValueError(f"state: TailAverage takes a single array, got {names}")
     (shape,) = map(np.shape, state["partial"].values())
-    blocks, partial = by_name(state, {"": shape})
-    means = np.array([block[""] for block in blocks]).reshape(len(blocks), *shape)
-    return {**state, "blocks": means, "partial": partial[""]}
+    changed: dict[str, Any] = {}
+    for of_blocks, of_sum in ("blocks", "partial"), tuple(_SPREAD):
+        if of_sum in state:
+            renamed = {**state, "blocks": state[of_blocks], "partial": state[of_sum]}
+            blocks, partial = by_name(renamed, {"": shape})
+            arrays = np.array([block[""] for block in blocks]).reshape(len(blocks), *shape)
+            changed |= {of_blocks: arrays, of_sum: partial[""]}
+    return {**state, **changed}
 
 
 def as_json(numbers: npt.NDArray[Any]) -> Any:
@@ -270,12 +285,22 @@ def no_samples_error(call: str, hint: str = "") -> ValueError:
     return ValueError(f"{call}: expected at least one sample before the first read, got none{hint}")
 
 
-def check_nan_policy(state: Mapping[str, Any]) -> None:
-    """Raise a ValueError unless NaNs propagate: averages of models have no other policy."""
+def check_model_state(state: Mapping[str, Any], variance: bool = False) -> None:
+    """Raise a ValueError unless an average of a model, with or without variances, can have a state.
+
+    Such an average has no nan_policy: NaNs propagate.
+    """
     if state["nan_policy"] != "propagate":
         raise ValueError(
             f"state: nan_policy: expected 'propagate', got {state['nan_policy']!r}; load the state "
             "with TailAverage"
+        )
+    if ("variances" in state) != variance:
+        raise ValueError(
+            "state: it was saved without variance=True, so the variance is unknown"
+            if variance
+            else "state: it was saved with variance=True; load it into an average that was created "
+            "with variance=True (TailAverage or ParameterAverage)"
         )
 
 
@@ -296,7 +321,9 @@ def check(state: Any) -> dict[str, Any]:
     Raises:
         ValueError: If keys, types or version are not those of this layout.
     """
-    _check_fields(state, FORMAT, _FIELDS, {"calls": int})
+    _check_fields(state, FORMAT, _FIELDS, {"calls": int} | _SPREAD)
+    if len(spread := [name for name in _SPREAD if name in state]) == 1:
+        raise ValueError(f"state: has {spread[0]} without the other of {', '.join(_SPREAD)}")
     checked, dtype = dict(state), state["dtype"]
     if dtype is not None and dtype not in _DTYPES:
         raise ValueError(
@@ -309,7 +336,7 @@ def check(state: Any) -> dict[str, Any]:
             f"state: starts: expected a list of ints, got {short_repr(state['starts'])}"
         )
     if dtype is not None and state["scalar"]:
-        for key in ("blocks", "partial"):
+        for key in ("blocks", "partial", *spread):
             try:
                 checked[key] = _from_json(state[key], _DTYPES[dtype])
             except (ValueError, TypeError, OverflowError) as error:
@@ -428,7 +455,7 @@ def _write_npz(
     path: str | os.PathLike[str], state: Mapping[str, Any], names: Sequence[str]
 ) -> None:
     """Write the fields in `names` as arrays, and the others as JSON in the array `header`."""
-    arrays = {name: np.asarray(state[name]) for name in names}
+    arrays = {name: np.asarray(state[name]) for name in names if name in state}
     if objects := [name for name, array in arrays.items() if array.dtype.hasobject]:
         raise ValueError(f"state: {', '.join(objects)}: expected numbers, got objects")
     header = json.dumps({name: value for name, value in state.items() if name not in arrays})
@@ -446,6 +473,7 @@ def _read_npz(path: str | os.PathLike[str], names: Sequence[str]) -> dict[str, A
                     _check_size(array, member)
         stream.seek(0)
         with np.load(stream, allow_pickle=False) as file:
+            names = [name for name in names if name in file or name not in _SPREAD]
             arrays = {name: np.asarray(file[name]) for name in names}  # np.load may return bytes
             return {**json.loads(str(file["header"])), **arrays}
 
@@ -530,10 +558,15 @@ def write_folder(
     """
     state, written = check(state), written or {}
     starts, blocks = state["starts"], state["blocks"]
-    arrays = {f"sum.{name}": value for name, value in state["partial"].items()}
-    if starts and state["folded"] > starts[-1]:
-        arrays |= {f"mean.{name}": value for name, value in blocks[len(starts) - 1].items()}
-    fields = {key: value for key, value in state.items() if key not in ("blocks", "partial")}
+    arrays = _prefixed("sum.", state["partial"])
+    if "variances" in state:
+        arrays |= _prefixed("square.", state["squares"])
+        pairs = zip(blocks, state["variances"], strict=True)
+        blocks = [_prefixed("mean.", mean) | _prefixed("variance.", v) for mean, v in pairs]
+        arrays |= blocks[len(starts) - 1] if starts else {}
+    elif starts and state["folded"] > starts[-1]:
+        arrays |= _prefixed("mean.", blocks[len(starts) - 1])
+    fields = {key: value for key, value in state.items() if key not in _ARRAYS[1:]}
     with whole_folder(path, _holds_state) as folder:
         for i, name in enumerate(_block_files(starts)):
             if i not in written or not _linked(written[i], folder / name):
@@ -558,13 +591,26 @@ def _read_folder(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ValueError(
             f"{path}: incomplete, or not saved by tailavg: there is no file {error.filename}"
         ) from error
-    partial, mean = (
-        {name.removeprefix(kind): array for name, array in arrays.items() if name.startswith(kind)}
-        for kind in ("sum.", "mean.")
-    )
-    if starts:
+    partial, squares = _without_prefix("sum.", arrays), _without_prefix("square.", arrays)
+    if squares:
+        blocks += [arrays] if starts else []
+        state["squares"] = squares
+        state["variances"] = [_without_prefix("variance.", block) for block in blocks]
+        blocks = [_without_prefix("mean.", block) for block in blocks]
+    elif starts:
+        mean = _without_prefix("mean.", arrays)
         blocks.append(mean or {name: np.zeros_like(array) for name, array in partial.items()})
     return check({**state, "blocks": blocks, "partial": partial})
+
+
+def _prefixed(prefix: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    return {prefix + name: array for name, array in arrays.items()}
+
+
+def _without_prefix(prefix: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arrays whose names have the prefix, under the names without it."""
+    names = [name for name in arrays if name.startswith(prefix)]
+    return {name.removeprefix(prefix): arrays[name] for name in names}
 
 
 def _holds_state(folder: Path) -> bool:

@@ -247,7 +247,7 @@ class TreeAverage:
             ValueError: If the rule, names or shapes differ, or the count needs x64.
         """
         saved = layout.check(saved if isinstance(saved, Mapping) else layout.read(saved))
-        layout.check_nan_policy(saved)
+        layout.check_model_state(saved)
         rule = layout.rule_from(saved["rule"])
         if rule != self.rule:
             raise ValueError(
