@@ -208,40 +208,51 @@ class _SpreadGroup(Group):
         """See `Group`."""
         super().bind(tensors)
         self._batches: list[tuple[int, Tensor, list[Tensor], list[Tensor]]] = []
-        """Adjacent parts of tensors: where they start in the sum, a buffer, views of it, parts."""
+        """Where a part of the sample starts in the sum, the part, and what to copy into it first:
+        views of it, and tensors. A part is in the buffer, or a tensor of the model itself."""
+        for start, tensors_of_batch in self._adjacent(tensors):
+            first, *others = tensors_of_batch
+            if not others and self._fits(first):
+                self._batches.append((start, first.view(-1), [], []))
+                continue
+            sizes = [tensor.numel() for tensor in tensors_of_batch]
+            if sum(sizes) > len(self._buffer):  # a row that is not contiguous
+                self._buffer = self._buffer.new_empty(sum(sizes))
+            part = self._buffer[: sum(sizes)]
+            pairs = zip(torch.split(part, sizes), tensors_of_batch, strict=True)
+            views = [view.view(tensor.shape) for view, tensor in pairs]
+            self._batches.append((start, part, views, tensors_of_batch))
+
+    def _adjacent(self, tensors: Mapping[str, Tensor]) -> list[tuple[int, list[Tensor]]]:
+        """Return small tensors, and parts of large ones, in the order of the sum, in batches."""
         batches: list[tuple[int, list[Tensor]]] = []
-        size = _BATCH  # of the last batch
+        size = 0  # of the last batch
         for name, place in self.layout.slices.items():
             tensor, start = place.ordered(tensors[name].detach()), place.start
             rows = tensor.view(-1) if tensor.is_contiguous() else tensor
             for part in torch.split(rows, max(1, _BATCH // max(1, rows[:1].numel()))):
-                if size + part.numel() > _BATCH:
+                if not batches or size + part.numel() > _BATCH:
                     batches.append((start, []))
                     size = 0
                 batches[-1][1].append(part)
                 size += part.numel()
                 start += part.numel()
-        for start, parts in batches:
-            sizes = [part.numel() for part in parts]
-            if sum(sizes) > len(self._buffer):  # a row that is not contiguous
-                self._buffer = self._buffer.new_empty(sum(sizes))
-            flat = self._buffer[: sum(sizes)]
-            pairs = zip(torch.split(flat, sizes), parts, strict=True)
-            views = [view.view(part.shape) for view, part in pairs]
-            self._batches.append((start, flat, views, parts))
+        return batches
 
     def samples(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield the sample, in the order of the sum: where a part of it starts, and the part."""
-        for start, flat, views, parts in self._batches:
-            torch._foreach_copy_(views, parts)
-            yield start, flat
+        """Yield the parts of the sample, and where each starts in the sum."""
+        for start, part, views, tensors in self._batches:
+            if views:
+                torch._foreach_copy_(views, tensors)
+            yield start, part
 
     def add_squares(self, factor: float, center: Tensor) -> None:
         """Add the squared deviations of the sample from a center, times a factor."""
-        for low, sample in self.samples():
-            high = low + len(sample)
-            sample.sub_(center[low:high].to(sample.device))
-            self.squares[low:high].addcmul_(sample, sample, value=factor)
+        for low, part in self.samples():
+            high = low + len(part)
+            step = self._buffer[: len(part)]
+            torch.sub(part, center[low:high].to(step.device), out=step)
+            self.squares[low:high].addcmul_(step, step, value=factor)
 
     def chunk(self, flats: Sequence[Tensor], low: int, high: int) -> list[Tensor]:
         """Return a part of flat tensors on the device of the sum."""
