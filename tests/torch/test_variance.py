@@ -142,7 +142,7 @@ def test_the_variance_of_any_tail_is_that_of_the_weights(window):
 
 @of_rules(FEW_RULES)
 def test_the_average_is_the_same_to_the_bit(rule):
-    model = Odd()
+    model = Odd(compiled=False)
     options = {"exclude": "spin", "trainable_only": False}
     averages = [ParameterAverage(model, rule, **options, variance=v) for v in (False, True)]
     walk, window = Walk(model), 0.6 if isinstance(rule, AnyTail) else None
@@ -162,16 +162,16 @@ def test_the_average_is_the_same_to_the_bit(rule):
 @pytest.mark.parametrize(
     ("rule", "rtol"),
     [
-        (AnytimeWindow(0.25), 5e-5),
-        (AnytimeWindow(1.0), 5e-5),
-        (Exponential(0.25), 5e-5),
-        (AnyTail(12), 5e-5),
+        (AnytimeWindow(0.25), 1e-4),
+        (AnytimeWindow(1.0), 1e-4),
+        (Exponential(0.25), 1e-4),
+        (AnyTail(12), 1e-4),
         (AnytimeWindow(300), 5e-3),  # a block is one sum, whose rounding errors count in full
     ],
     ids=str,
 )
 def test_float32_keeps_digits_far_from_zero(rule, rtol):
-    samples = 1000 + torch.randn(10_000, 4, generator=torch.Generator().manual_seed(0))
+    samples = 1000 + torch.randn(20_000, 4, generator=torch.Generator().manual_seed(0))
     weight = torch.zeros(4)
     average = ParameterAverage({"w": weight}, rule, variance=True)
     for sample in samples:
@@ -326,11 +326,9 @@ def test_it_doubles_the_memory(rule):
     assert held[1] == 2 * held[0]
 
 
-@pytest.mark.parametrize("turned", [False, True])
-def test_an_update_makes_no_large_temporary(turned):
+def test_an_update_makes_no_large_temporary():
     """Through a fold and a turn, of a tensor whose accumulator is larger than 64 MiB."""
     weight = torch.ones(8501, 2000, dtype=torch.bfloat16)
-    weight = weight.T if turned else weight
     average = ParameterAverage({"w": weight}, AnytimeWindow(520), variance=True)
     average.update()
     for count in (255, 259):
@@ -340,15 +338,33 @@ def test_an_update_makes_no_large_temporary(turned):
             for _ in range(3):
                 average.update()
         assert made.largest <= 64 * 2**20
+    weight.data = weight.T.contiguous().T  # no longer in the order of the sum
+    with Allocations() as made:
+        average.update()
+    assert made.largest <= 64 * 2**20
+
+
+def test_a_tensor_may_take_another_order_in_memory():
+    weights, random = {"w": torch.rand(300, 5, 2)}, torch.Generator().manual_seed(0)
+    average = ParameterAverage(weights, 40, variance=True)
+    samples = []
+    for t in range(100):
+        if t in (50, 75):
+            weights["w"].data = (
+                torch.rand(5, 2, 300).permute(2, 0, 1) if t == 50 else (torch.rand(600, 5, 2)[::2])
+            )
+        samples.append(taken(average, weights, random)["w"])
+    assert_variance(average, average.weights(), {"w": samples})
 
 
 @pytest.mark.parametrize("rule", [AnytimeWindow(20), Exponential(20)], ids=short)
 def test_an_update_that_was_interrupted_is_not_passed_over(rule):
     """At each operation of an update in turn, one with a fold and a turn."""
     refused = 0
+    model = small().append(nn.Linear(2, 2).double())
+    average, _, _ = walked(model, rule, 20, variance=True)
+    good = saved(average.state_dict())
     for stop in range(1, 200):
-        average, _, _ = walked(small().append(nn.Linear(2, 2).double()), rule, 20, variance=True)
-        good = saved(average.state_dict())
         try:
             with FailAt(stop, KeyboardInterrupt):
                 average.update()
@@ -362,10 +378,9 @@ def test_an_update_that_was_interrupted_is_not_passed_over(rule):
             refused += 1
         average.load_state_dict(good)
         assert snapshot(average.state_dict()) == snapshot(good)
-        average.update()
-        assert average.count == 21
     else:
         raise AssertionError("an update has fewer operations")
+    assert average.count == 21
     assert refused > 3
 
 
@@ -376,7 +391,7 @@ def test_samples_have_the_mean_and_the_spread():
     average, _, _ = walked(small(norm=False), 0.5, 60, variance=True)
     model, random = average._tracking.module, torch.Generator().manual_seed(0)
     means, variances = average.averaged_state_dict(), average.variance(ddof=0)
-    number, scale = 3000, 0.5
+    number, scale = 1000, 0.5
     found: dict[str, list] = {name: [] for name in means}
     for _ in range(number):
         with average.sample_parameters(scale, random):
