@@ -13,7 +13,14 @@ from tailavg.core.readings import ByAge, Reading
 from tailavg.core.rules import ExactWindow, Exponential, Rule, size_of, window_of
 from tailavg.core.windows import Reals
 
-__all__ = ["Profile", "block_weights", "dense_weights", "newest_first", "profile"]
+__all__ = [
+    "Profile",
+    "block_weights",
+    "dense_weights",
+    "effective_size",
+    "newest_first",
+    "profile",
+]
 
 _CHUNK = 65536
 
@@ -62,6 +69,17 @@ def profile(rule: Rule, starts: Sequence[int], t: int, window: Reading | None = 
         age += size
     accumulators = rule.samples(t) if isinstance(rule, ExactWindow) else rule.accumulators
     return Profile(t, size_of(rule, window, t), 1.0 / squares, ages, age - 1, accumulators)
+
+
+def effective_size(
+    rule: Rule, starts: Sequence[int], t: int, window: Reading | None = None
+) -> float:
+    """Return 1 / Σα², as `profile` does, in a time that does not depend on t."""
+    if isinstance(rule, Exponential | ExactWindow):
+        window_of(rule, window, t)
+        return float(min(t, rule.size(t) if isinstance(rule, Exponential) else rule.samples(t)))
+    sizes, weights = block_weights(rule, starts, t, window)
+    return 1.0 / sum(w * w / size for size, w in zip(sizes, weights, strict=True) if w)
 
 
 def newest_first(

@@ -35,7 +35,8 @@ blocks of one sample.
 
 Averages by key (`TailAverages`) have the format `"tailavg by key"`. Besides `version`, `rule` and
 `nan_policy`, the state has lists with one entry per key: `keys`, `counts`, `starts`, `blocks`,
-`folded` and `partial`. In a file, the lists of `starts` and `blocks` of all keys are concatenated,
+`folded` and `partial`, and perhaps `variances` and `squares`. In a file, the lists of `starts`,
+`blocks` and `variances` of all keys are concatenated,
 `held` is the number of blocks of each key, and `keys` is JSON as bytes, with tuples as lists.
 
 `tailavg stream` saves lines of JSON. The first line has the options. Each further line is a list of
@@ -109,6 +110,7 @@ _FIELDS: dict[str, Any] = _HEADER | {
 _SPREAD = {"variances": _FIELDS["blocks"], "squares": _FIELDS["partial"]}
 _ARRAYS = ("starts", "blocks", "partial", *_SPREAD)
 _LISTS = ("keys", "counts", "starts", "blocks", "folded", "partial")
+_OF_BLOCKS = ("starts", "blocks", "variances")  # lists of lists, of averages by key
 _DTYPES = {np.dtype(code).name: np.dtype(code) for code in "fdgFDG"}
 _TYPES: dict[str, Any] = {
     kind.__name__: kind
@@ -322,8 +324,7 @@ def check(state: Any) -> dict[str, Any]:
         ValueError: If keys, types or version are not those of this layout.
     """
     _check_fields(state, FORMAT, _FIELDS, {"calls": int} | _SPREAD)
-    if len(spread := [name for name in _SPREAD if name in state]) == 1:
-        raise ValueError(f"state: has {spread[0]} without the other of {', '.join(_SPREAD)}")
+    spread = _spread_in(state)
     checked, dtype = dict(state), state["dtype"]
     if dtype is not None and dtype not in _DTYPES:
         raise ValueError(
@@ -352,19 +353,19 @@ def check_keyed(state: Any) -> dict[str, Any]:
     Raises:
         ValueError: If keys, types or version are not those of this layout.
     """
-    _check_fields(state, KEYED, _HEADER | dict.fromkeys(_LISTS, list), {})
-    number = len(state["keys"])
-    for name in _LISTS[1:]:
+    _check_fields(state, KEYED, _HEADER | dict.fromkeys(_LISTS, list), dict.fromkeys(_SPREAD, list))
+    number, spread = len(state["keys"]), _spread_in(state)
+    for name in (*_LISTS[1:], *spread):
         entries = state[name]
         if len(entries) != number:
             raise ValueError(
                 f"state: {name}: expected one entry per key, {number}, got {len(entries)}"
             )
-        if name in ("starts", "blocks"):
+        if name in _OF_BLOCKS:
             if not all(isinstance(entry, list | tuple) for entry in entries):
                 raise ValueError(f"state: {name}: expected lists, got {short_repr(entries)}")
             entries = list(chain.from_iterable(entries))
-        kinds = (int, float) if name in ("blocks", "partial") else (int,)
+        kinds = (int, float) if name in ("blocks", "partial", *_SPREAD) else (int,)
         if not all(type(entry) in kinds for entry in entries):
             expected = " or ".join(kind.__name__ for kind in kinds)
             raise ValueError(
@@ -375,6 +376,14 @@ def check_keyed(state: Any) -> dict[str, Any]:
         except OverflowError as error:
             raise ValueError(f"state: {name}: {error}") from error
     return dict(state)
+
+
+def _spread_in(state: Mapping[str, Any]) -> list[str]:
+    """Return the names of the fields that a state has if it has variances."""
+    spread = [name for name in _SPREAD if name in state]
+    if len(spread) == 1:
+        raise ValueError(f"state: expected both {' and '.join(_SPREAD)}, got only {spread[0]}")
+    return spread
 
 
 def _check_fields(
@@ -432,19 +441,21 @@ def write_keyed(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
     keys = json.dumps(state["keys"], default=lambda key: key.item())  # NumPy's numbers
     saved["keys"] = np.frombuffer(keys.encode(), np.uint8)
     saved["held"] = [len(starts) for starts in state["starts"]]
-    for name in ("starts", "blocks"):
-        saved[name] = list(chain.from_iterable(state[name]))
-    _write_npz(path, saved, (*_LISTS, "held"))
+    for name in _OF_BLOCKS:
+        if name in state:
+            saved[name] = list(chain.from_iterable(state[name]))
+    _write_npz(path, saved, (*_LISTS, *_SPREAD, "held"))
 
 
 def read_keyed(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read the state in a file that `write_keyed` wrote. Nothing is unpickled."""
-    saved = _read_npz(path, (*_LISTS, "held"))
+    saved = _read_npz(path, (*_LISTS, *_SPREAD, "held"))
     with _reading(path):
         keys = json.loads(saved["keys"].tobytes())
-        saved |= {name: _as_list(saved[name]) for name in (*_LISTS[1:], "held")}
+        names = [name for name in (*_LISTS[1:], *_SPREAD, "held") if name in saved]
+        saved |= {name: _as_list(saved[name]) for name in names}
         ends = [0, *accumulate(saved.pop("held"))]
-        for name in ("starts", "blocks"):
+        for name in (name for name in _OF_BLOCKS if name in saved):
             if len(saved[name]) != ends[-1]:
                 raise ValueError(f"{ends[-1]} blocks, but {len(saved[name])} {name}")
             saved[name] = [saved[name][start:end] for start, end in pairwise(ends)]

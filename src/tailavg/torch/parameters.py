@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from tailavg.core.profile import effective_size
 from tailavg.core.readings import Reading
-from tailavg.core.rules import AnyTail, Exponential, Rule, as_training_rule, refuses_decay
+from tailavg.core.rules import AnyTail, Rule, as_training_rule, refuses_decay
 from tailavg.core.windows import AnyWindow
 from tailavg.io.state import read, write_folder
 from tailavg.torch.accumulators import Accumulators, Offload, Terms
@@ -266,18 +267,19 @@ class ParameterAverage(CountedUpdates):
         generator: torch.Generator | None = None,
         window: Reading | None = None,
     ) -> Iterator[None]:
-        """Put a random sample around the averages into the model inside a context.
+        """Put a random sample of the weights into the model inside a context.
 
-        Each weight gets its average plus `scale` times its standard deviation over the window
-        (`variance` with `ddof=0`) times normal noise. Averaged buffers get their average, without
-        noise. Everything else is as in `average_parameters`. With `scale=1.0`, this is the
-        diagonal of SWAG (Maddox et al., 2019), without its low-rank part.
+        Each weight gets its average plus `scale` times its standard deviation (`variance` with
+        `ddof=0`) times normal noise. Averaged buffers get no noise. Everything else is as in
+        `average_parameters`. With `scale=1.0`, these are the samples of SWAG-Diagonal (Maddox et
+        al., 2019). SWAG itself also has a low-rank part, and halves the variance of this one.
 
         Args:
-            scale: How many standard deviations; their own code scales the variance instead.
-            generator: Where to draw the noise from. If the same weights are on several processes,
-                seed it alike on all of them: each process then draws the same noise for the whole
-                model, and uses that of its shards.
+            scale: Multiplies the standard deviations. (By default, the `scale` of the authors' code
+                multiplies the variances.)
+            generator: The source of the noise; by default torch's own. If several processes have
+                the model, pass one that all of them have seeded alike: every process then draws
+                the noise of all weights, and uses that of its shards.
             window: As in `average_parameters`.
 
         Examples:
@@ -342,13 +344,12 @@ class ParameterAverage(CountedUpdates):
 
     @outside_autograd
     def variance(self, window: Reading | None = None, ddof: int = 1) -> dict[str, Tensor]:
-        """Return the variance of each averaged weight over the updates, by name.
+        """Return the variance of each averaged tensor around its average, by name.
 
-        With the weights α of the updates, it is Σ α (x - average)² / (1 - Σ α²), which is unbiased
-        for independent samples, or with `ddof=0` without the divisor. It is exactly 0 where the
-        standard deviation is within the rounding errors of a sum (1.5e-5 times the average in
-        float32), and NaN after a single update if `ddof` is 1. The tensors have the dtypes of the
-        accumulators, and are sharded like the parameters.
+        With the weights α of the updates, this is Σ α (x - average)². With `ddof=1`, it is divided
+        by 1 - Σ α², which makes it unbiased for independent samples; that of one sample is NaN.
+        A standard deviation below 1.5e-5 of the average in float32 is 0, since rounding could cause
+        as much. The tensors have the dtypes of the accumulators, and are sharded like the model.
 
         Examples:
             >>> weight = torch.zeros(1)
@@ -365,15 +366,11 @@ class ParameterAverage(CountedUpdates):
             raise ValueError(f"ddof: expected 0 or 1, got {ddof!r}")
         terms = accumulators.clock.terms(window)
         self._tracking.refresh(accumulators.bind)
-        divisor = 1.0 - self._sum_of_squares(window) if ddof else 1.0
+        clock = accumulators.clock
+        size = effective_size(self.rule, clock.starts, self.count, window)
+        divisor = 1.0 - ddof / size
         shards = accumulators.variances(terms, divisor, self._tracking.locals)
         return {name: sharded_like(shards[name], x) for name, x in self._tracking.averaged.items()}
-
-    def _sum_of_squares(self, window: Reading | None) -> float:
-        """Return the sum of the squares of the weights of all updates."""
-        if isinstance(self.rule, Exponential):  # its `profile` takes longer and longer
-            return 1.0 / min(self.count, self.size)
-        return 1.0 / self.profile(window).effective_size
 
     def _spread(self, call: str) -> SpreadAccumulators:
         if not isinstance(self._accumulators, SpreadAccumulators):
