@@ -1,6 +1,8 @@
 """The variance of weights around their average, and samples from it."""
 
+import copy
 import math
+import pickle
 from contextlib import suppress
 from functools import partial
 
@@ -13,6 +15,7 @@ from tailavg import AnyTail, AnytimeWindow, Decay, Exponential, Freshest, Growin
 from tailavg.torch import AveragedModel, ParameterAverage
 from tests.support.any_tails import Tails
 from tests.support.cases import of_rules, short
+from tests.support.effort import exhaustive
 from tests.support.model import Window, freshest
 from tests.support.torch_models import (
     TORCH_RULES,
@@ -159,19 +162,9 @@ def test_the_average_is_the_same_to_the_bit(rule):
             assert states[0] == states[1]
 
 
-@pytest.mark.parametrize(
-    ("rule", "rtol"),
-    [
-        (AnytimeWindow(0.25), 1e-4),
-        (AnytimeWindow(1.0), 1e-4),
-        (Exponential(0.25), 1e-4),
-        (AnyTail(12), 1e-4),
-        (AnytimeWindow(300), 5e-3),  # a block is one sum, whose rounding errors count in full
-    ],
-    ids=str,
-)
-def test_float32_keeps_digits_far_from_zero(rule, rtol):
-    samples = 1000 + torch.randn(20_000, 4, generator=torch.Generator().manual_seed(0))
+def assert_digits(rule, rtol, steps):
+    """That this much is right of the variance of weights of 1,000, with a deviation of 1."""
+    samples = 1000 + torch.randn(steps, 4, generator=torch.Generator().manual_seed(0))
     weight = torch.zeros(4)
     average = ParameterAverage({"w": weight}, rule, variance=True)
     for sample in samples:
@@ -180,6 +173,17 @@ def test_float32_keeps_digits_far_from_zero(rule, rtol):
     window = 0.3 if isinstance(rule, AnyTail) else None
     expected = spread(average.weights(window), samples.double().numpy())
     np.testing.assert_allclose(average.variance(window)["w"].numpy(), expected, rtol=rtol)
+
+
+@of_rules([AnytimeWindow(0.25), AnytimeWindow(1.0), Exponential(0.25), AnyTail(12)])
+def test_float32_keeps_digits_far_from_zero(rule):
+    assert_digits(rule, 1e-4, steps=20_000)
+
+
+@exhaustive("takes a million updates, twice")
+def test_float32_keeps_digits_over_a_million_updates():
+    assert_digits(AnytimeWindow(0.25), 1e-5, steps=1_000_000)
+    assert_digits(AnytimeWindow(1000), 1e-3, steps=1_000_000)  # a block is one or two sums
 
 
 @of_rules([*TORCH_RULES, AnyTail(6), AnyTail(8, shortest=0.5)])
@@ -286,6 +290,21 @@ def test_a_run_resumes_to_the_bit(rule, in_files, tmp_path):
         resumed.update()
         assert comparable(average) == comparable(resumed)
         assert bits(average.variance(window)) == bits(resumed.variance(window))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_goes_on_to_the_bit(copied):
+    average, walk, _ = walked(small(), 20, 33, variance=True)
+    other = copied(average)
+    other_walk = Walk(other._tracking.module)
+    other_walk.random.set_state(walk.random.get_state())
+    for _ in range(17):
+        for each in (walk, other_walk):
+            each.step()
+        average.update()
+        other.update()
+    assert comparable(average) == comparable(other)
+    assert bits(average.variance()) == bits(other.variance())
 
 
 def test_saved_folders_share_closed_blocks(tmp_path):
