@@ -42,7 +42,6 @@ FEW_RULES = [
     RawTail(100, total=300),
     AnyTail(6, shortest=0.5),
 ]
-every_place = pytest.mark.parametrize("place", ["cpu", "folder"])
 
 
 def spread(alpha, xs, ddof=1):
@@ -246,22 +245,25 @@ def drawn(average, window, seed=0):
 
 
 @of_rules(FEW_RULES)
-@every_place
-def test_offloaded_results_are_the_same_to_the_bit(rule, place, tmp_path):
+def test_offloaded_results_are_the_same_to_the_bit(rule, tmp_path):
     window = 0.6 if isinstance(rule, AnyTail) else None
     memory, walk, _ = odd(rule)
-    offload = tmp_path if place == "folder" else place
-    offloaded, other_walk, _ = odd(rule, offload=offload)
+    model, options = memory._tracking.module, {"exclude": "spin", "trainable_only": False}
+    offloaded = [
+        ParameterAverage(model, rule, **options, variance=True, offload=place)
+        for place in ("cpu", tmp_path)
+    ]
     for t in range(1, 260):
-        for each in (walk, other_walk):
-            each.step()
-        memory.update()
-        offloaded.update()
+        walk.step()
+        for average in (memory, *offloaded):
+            average.update()
         if t in STEPS:
-            states = [x.state_dict() for x in (memory, offloaded)]
-            assert snapshot(states[0]) == snapshot(states[1])
-            assert bits(memory.variance(window)) == bits(offloaded.variance(window))
-            assert drawn(memory, window) == drawn(offloaded, window)
+            state, variances = snapshot(memory.state_dict()), bits(memory.variance(window))
+            sample = drawn(memory, window)
+            for average in offloaded:
+                assert snapshot(average.state_dict()) == state
+                assert bits(average.variance(window)) == variances
+                assert drawn(average, window) == sample
 
 
 @pytest.mark.parametrize("in_files", [False, True])
