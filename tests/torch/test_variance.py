@@ -1,4 +1,7 @@
-"""The variance of weights around their average, and samples from it."""
+"""The variance of weights around their average, and samples from it.
+
+Slow: each rule is tried over hundreds of updates, in memory, in files and resumed.
+"""
 
 import copy
 import math
