@@ -105,6 +105,9 @@ def with_torch(model: torch.nn.Module, optimizer: torch.optim.Optimizer, path: P
     assert_type(found.score, float)
     assert_type(found.window, Reading)
     assert_type(average.averaged_state_dict(), dict[str, Any])
+    assert_type(average.variance(0.5, ddof=0), dict[str, torch.Tensor])
+    with average.sample_parameters(0.5, torch.Generator(), window=0.5) as nothing:
+        assert_type(nothing, None)
     assert_type(average.state_dict(), dict[str, Any])
     assert_type(average.to("cpu"), tailavg.torch.ParameterAverage)
     average.save(path)

@@ -569,10 +569,15 @@ def write_folder(
     """
     state, written = check(state), written or {}
     starts, blocks = state["starts"], state["blocks"]
-    arrays = {f"sum.{name}": value for name, value in state["partial"].items()}
-    if starts and state["folded"] > starts[-1]:
-        arrays |= {f"mean.{name}": value for name, value in blocks[len(starts) - 1].items()}
-    fields = {key: value for key, value in state.items() if key not in ("blocks", "partial")}
+    arrays = _prefixed("sum.", state["partial"])
+    if "variances" in state:
+        arrays |= _prefixed("square.", state["squares"])
+        pairs = zip(blocks, state["variances"], strict=True)
+        blocks = [_prefixed("mean.", mean) | _prefixed("variance.", v) for mean, v in pairs]
+        arrays |= blocks[len(starts) - 1] if starts else {}
+    elif starts and state["folded"] > starts[-1]:
+        arrays |= _prefixed("mean.", blocks[len(starts) - 1])
+    fields = {key: value for key, value in state.items() if key not in _ARRAYS[1:]}
     with whole_folder(path, _holds_state) as folder:
         for i, name in enumerate(_block_files(starts)):
             if i not in written or not _linked(written[i], folder / name):
@@ -597,13 +602,26 @@ def _read_folder(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ValueError(
             f"{path}: incomplete, or not saved by tailavg: there is no file {error.filename}"
         ) from error
-    partial, mean = (
-        {name.removeprefix(kind): array for name, array in arrays.items() if name.startswith(kind)}
-        for kind in ("sum.", "mean.")
-    )
-    if starts:
+    partial, squares = _without_prefix("sum.", arrays), _without_prefix("square.", arrays)
+    if squares:
+        blocks += [arrays] if starts else []
+        state["squares"] = squares
+        state["variances"] = [_without_prefix("variance.", block) for block in blocks]
+        blocks = [_without_prefix("mean.", block) for block in blocks]
+    elif starts:
+        mean = _without_prefix("mean.", arrays)
         blocks.append(mean or {name: np.zeros_like(array) for name, array in partial.items()})
     return check({**state, "blocks": blocks, "partial": partial})
+
+
+def _prefixed(prefix: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    return {prefix + name: array for name, array in arrays.items()}
+
+
+def _without_prefix(prefix: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arrays whose names have the prefix, under the names without it."""
+    names = [name for name in arrays if name.startswith(prefix)]
+    return {name.removeprefix(prefix): arrays[name] for name in names}
 
 
 def _holds_state(folder: Path) -> bool:

@@ -18,12 +18,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from tailavg.core.profile import effective_size
 from tailavg.core.readings import Reading
 from tailavg.core.rules import AnyTail, Rule, as_training_rule, refuses_decay
 from tailavg.core.windows import AnyWindow
 from tailavg.io.state import read, write_folder
 from tailavg.torch.accumulators import Accumulators, Offload, Terms
 from tailavg.torch.export import write_safetensors
+from tailavg.torch.spread import SpreadAccumulators
 from tailavg.torch.swap import SavedWeights
 from tailavg.torch.tracking import (
     Buffers,
@@ -33,6 +35,7 @@ from tailavg.torch.tracking import (
     is_sharded,
     local,
     outside_autograd,
+    shard_of,
     sharded_like,
 )
 from tailavg.torch.updates import CountedUpdates, has_trained
@@ -93,6 +96,8 @@ class ParameterAverage(CountedUpdates):
             later ones.
         offload: Where to keep the means, and the training weights during a swap: `"cpu"` for main
             memory, or a folder for files in it. Results are bit-identical either way.
+        variance: Whether to keep the variance of each weight as well, for `variance` and
+            `sample_parameters`. This doubles the memory of the accumulators.
 
     Examples:
         >>> model = torch.nn.Linear(1, 1, bias=False)
@@ -126,6 +131,7 @@ class ParameterAverage(CountedUpdates):
         update_every: int = 1,
         start_after: int = 0,
         offload: Offload = None,
+        variance: bool = False,
     ) -> None:
         rule = as_training_rule(rule, stacklevel=6)
         self._count_calls(update_every, start_after)
@@ -137,7 +143,8 @@ class ParameterAverage(CountedUpdates):
                 "model: no floating point tensor to average; check include and exclude, or pass "
                 "trainable_only=False to average frozen parameters too"
             )
-        self._accumulators = Accumulators(rule, self._tracking.locals, dtype, device, offload)
+        kind = SpreadAccumulators if variance else Accumulators
+        self._accumulators = kind(rule, self._tracking.locals, dtype, device, offload)
         self._saved: SavedWeights | None = None  # the training weights, during a swap
         self._handle: RemovableHandle | None = None
         self._has_stepped = False  # whether the attached optimizer has
@@ -253,13 +260,125 @@ class ParameterAverage(CountedUpdates):
         self._require_an_update("average_parameters")
         self._require_training_weights("average_parameters")
         terms = self._accumulators.clock.terms(window)
+        with self._swap(lambda: self._write(terms)):
+            yield
+
+    @contextmanager
+    def sample_parameters(
+        self,
+        scale: float = 1.0,
+        generator: torch.Generator | None = None,
+        window: Reading | None = None,
+    ) -> Iterator[None]:
+        """Put a random sample of the weights into the model inside a context.
+
+        Each weight gets its average plus `scale` times its standard deviation (`variance` with
+        `ddof=0`) times normal noise. Averaged buffers get no noise. Everything else is as in
+        `average_parameters`. With `scale=1.0`, these are the samples of SWAG-Diagonal (Maddox et
+        al., 2019). SWAG itself also has a low-rank part, and halves the variance of this one.
+
+        Args:
+            scale: Multiplies the standard deviations. (By default, the `scale` of the authors' code
+                multiplies the variances.)
+            generator: The source of the noise; by default torch's own. If several processes have
+                the model, pass one that all of them have seeded alike: every process then draws
+                the noise of all weights, and uses that of its shards.
+            window: As in `average_parameters`.
+
+        Examples:
+            >>> model = torch.nn.Linear(1, 1, bias=False)
+            >>> average = ParameterAverage(model, 1.0, variance=True)
+            >>> for step in range(100):
+            ...     _ = torch.nn.init.constant_(model.weight, step % 2)
+            ...     average.update()
+            >>> samples, generator = [], torch.Generator().manual_seed(0)
+            >>> for _ in range(400):
+            ...     with average.sample_parameters(generator=generator):
+            ...         samples.append(model.weight.item())
+            >>> mean = sum(samples) / 400
+            >>> spread = (sum((x - mean) ** 2 for x in samples) / 400) ** 0.5
+            >>> round(mean, 1), round(spread, 1)
+            (0.5, 0.5)
+        """
+        self._require_an_update("sample_parameters")
+        self._require_training_weights("sample_parameters")
+        accumulators = self._spread("sample_parameters")
+        if not (math.isfinite(scale) and scale >= 0):
+            raise ValueError(f"scale: expected a number of at least 0, got {scale!r}")
+        terms = accumulators.clock.terms(window)
+        if generator is None and any(map(is_sharded, self._tracking.averaged.values())):
+            raise ValueError(
+                "sample_parameters: the model is sharded; pass a generator that every process has "
+                "seeded alike, as in torch.Generator().manual_seed(0)"
+            )
+        with self._swap(lambda: self._write_sample(accumulators, terms, scale, generator)):
+            yield
+
+    @contextmanager
+    def _swap(self, write: Callable[[], None]) -> Iterator[None]:
+        """Save the training weights, write others into the model, and restore on exit."""
         try:
             self.store()
-            self._write(terms)
+            write()
             yield
         finally:
             if self._saved is not None:
                 self.restore()
+
+    @outside_autograd
+    def _write_sample(
+        self,
+        accumulators: SpreadAccumulators,
+        terms: Terms,
+        scale: float,
+        generator: torch.Generator | None,
+    ) -> None:
+        tracking = self._tracking
+
+        def noise(name: str, dtype: torch.dtype) -> Tensor | None:
+            if name in tracking.averaged_buffers:
+                return None
+            like = tracking.averaged[name]
+            device = like.device if generator is None else generator.device
+            drawn = torch.randn(like.shape, dtype=dtype, device=device, generator=generator)
+            return shard_of(drawn, like)
+
+        accumulators.write_samples(terms, scale, noise, tracking.locals, tracking.frozen())
+
+    @outside_autograd
+    def variance(self, window: Reading | None = None, ddof: int = 1) -> dict[str, Tensor]:
+        """Return the variance of each averaged tensor around its average, by name.
+
+        With the weights α of the updates, this is Σ α (x - average)². With `ddof=1`, it is divided
+        by 1 - Σ α², which makes it unbiased for independent samples; that of one sample is NaN.
+        A standard deviation below 1.5e-5 of the average in float32 is 0, since rounding could cause
+        as much. The tensors have the dtypes of the accumulators, and are sharded like the model.
+
+        Examples:
+            >>> weight = torch.zeros(1)
+            >>> average = ParameterAverage({"weight": weight}, 1.0, variance=True)
+            >>> for step in range(10):
+            ...     average.update()
+            ...     weight += 1
+            >>> average.variance(), average.variance(ddof=0)
+            ({'weight': tensor([9.1667])}, {'weight': tensor([8.2500])})
+        """
+        self._require_an_update("variance")
+        accumulators = self._spread("variance")
+        if ddof not in (0, 1):
+            raise ValueError(f"ddof: expected 0 or 1, got {ddof!r}")
+        terms = accumulators.clock.terms(window)
+        self._tracking.refresh(accumulators.bind)
+        clock = accumulators.clock
+        size = effective_size(self.rule, clock.starts, self.count, window)
+        divisor = 1.0 - ddof / size
+        shards = accumulators.variances(terms, divisor, self._tracking.locals)
+        return {name: sharded_like(shards[name], x) for name, x in self._tracking.averaged.items()}
+
+    def _spread(self, call: str) -> SpreadAccumulators:
+        if not isinstance(self._accumulators, SpreadAccumulators):
+            raise ValueError(f"{call}: create the average with variance=True")
+        return self._accumulators
 
     def select_tail(
         self,

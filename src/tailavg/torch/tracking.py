@@ -30,6 +30,7 @@ __all__ = [
     "is_sharded",
     "local",
     "outside_autograd",
+    "shard_of",
     "sharded_like",
     "unwrap",
 ]
@@ -107,6 +108,20 @@ def sharded_like(shard: Tensor, like: Tensor) -> Tensor:
     return sharded
 
 
+def shard_of(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return this process's shard of a tensor that every process has, if `like` is a DTensor."""
+    if not is_sharded(like):
+        return tensor
+    from torch.distributed.tensor import DTensor, Replicate
+
+    dtensor: Any = like
+    mesh = dtensor.device_mesh
+    whole = DTensor.from_local(
+        tensor.to(dtensor.device), mesh, [Replicate()] * mesh.ndim, run_check=False
+    )
+    return local(whole.redistribute(mesh, dtensor.placements))
+
+
 def _with_own_storage(view: Tensor) -> Tensor:
     """Return the same memory with a storage of its own, as saving a DTensor requires."""
     start, size = view.storage_offset() * view.itemsize, view.numel() * view.itemsize
@@ -168,6 +183,7 @@ class Tracking:
     aliases: dict[str, str]
     objects: dict[str, list[Tensor]]
     averaged: dict[str, Tensor]
+    averaged_buffers: set[str]
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
     locals: dict[str, Tensor]
@@ -270,6 +286,7 @@ class Tracking:
                     f"{name} and {overlapping} share part of their memory, so they cannot be "
                     "averaged; clone() one of them, or exclude both"
                 )
+        self.averaged_buffers = set(self.averaged) - not_buffers
         self.locals = {name: local(tensor) for name, tensor in self.averaged.items()}
         self._watch()
 
