@@ -64,7 +64,7 @@ class Group:
             result = call()
         except Exception as error:
             failure = error
-        messages = self.gather(str(failure) if failure is not None else None)
+        messages = self.gather(None if failure is None else str(failure) or type(failure).__name__)
         if failure is not None:
             raise failure
         for message in messages:

@@ -21,9 +21,9 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def of_run(folder: Path) -> list[Path]:
-    """Return the checkpoints in the folder of a run, oldest first."""
-    folders = (path for path in folder.iterdir() if path.is_dir())
-    return sorted((path for path in folders if FOLDER.fullmatch(path.name)), key=natural)
+    """Return the checkpoints in the folder of a run, oldest first, except empty folders."""
+    named = (path for path in folder.iterdir() if FOLDER.fullmatch(path.name))
+    return sorted((path for path in named if path.is_dir() and any(path.iterdir())), key=natural)
 
 
 def unfinished(path: Path) -> str | None:
@@ -33,11 +33,8 @@ def unfinished(path: Path) -> str | None:
         latest = tracker.read_text().strip()
         if latest.isdecimal() and int(path.name.removeprefix("iter_")) > int(latest):
             return f"{TRACKER} beside it still says {latest}"
-    if path.is_dir() and not (path / ".metadata").exists():
-        if any(path.glob("*.distcp")):
-            return "it has no .metadata yet"
-        if not any(path.iterdir()):
-            return "it is empty"
+    if not (path / ".metadata").exists() and any(path.glob("*.distcp")):
+        return "it has no .metadata yet"
     return None
 
 
