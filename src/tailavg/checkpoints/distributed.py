@@ -12,6 +12,7 @@ import math
 import pickle
 import re
 import shutil
+import sys
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
@@ -52,8 +53,8 @@ FILE_SIZE = 2**30
 
 Key = tuple[str, tuple[int, ...] | None]
 """The name of an item and, if it is the chunk of a tensor, the offsets of the chunk."""
-Stored = dict[Any, _StorageInfo]
-"""Where items are stored."""
+Places = list[tuple[int, str, int, int]]
+"""Where items are stored: the number of the item in the newest, the file, start and length."""
 
 
 class Distributed(Checkpoint):
@@ -67,7 +68,7 @@ class Distributed(Checkpoint):
         self.stamps = {file: stamp_of(file)}
         with reading(f"{file}: not the metadata of torch.distributed.checkpoint"):
             self._metadata: Any = read_metadata(file)
-            self._stored: Stored = self._metadata.storage_data
+            self._stored: dict[Any, _StorageInfo] = self._metadata.storage_data
             place = {item: (info.relative_path, info.offset) for item, info in self._stored.items()}
             self._items = {_key(item): item for item in sorted(place, key=lambda i: place[i])}
             self._chunks: dict[Hashable, Any] = {
@@ -273,27 +274,28 @@ class Distributed(Checkpoint):
         self._files = {file: keys for file, keys in files.items() if owners[file] == rank}
         self.tensors = {key: self.tensors[key] for keys in self._files.values() for key in keys}
 
-    def write(self, outputs: Sequence[Path], averages: Averages) -> list[Stored]:
+    def write(self, outputs: Sequence[Any], averages: Averages) -> list[Places]:
         """Write the files of this process, and return where each output stores each item."""
-        stored: list[Stored] = [{} for _ in outputs]
+        numbers = {key: number for number, key in enumerate(self._items)}
+        places: list[Places] = [[] for _ in outputs]
         for name, keys in self._files.items():
             with ExitStack() as stack:
-                files = [stack.enter_context((output / name).open("xb")) for output in outputs]
+                files = [
+                    stack.enter_context((Path(output) / name).open("xb")) for output in outputs
+                ]
                 for key in keys:
                     starts = [file.tell() for file in files]
                     if self.tensors[key].numbers:
-                        for file, chunk in zip(
-                            files, self._averaged_chunks(key, averages, len(files)), strict=True
-                        ):
+                        chunks = self._averaged_chunks(key, averages, len(files))
+                        for file, chunk in zip(files, chunks, strict=True):
                             save(chunk, file)
                     else:
                         self._copy_item(key, files)
-                    for file, start, where in zip(files, starts, stored, strict=True):
-                        info = _StorageInfo(name, start, file.tell() - start)
-                        where[self._items[key]] = info
+                    for file, start, of_output in zip(files, starts, places, strict=True):
+                        of_output.append((numbers[key], name, start, file.tell() - start))
                 for file in files:
                     sync(file)
-        return stored
+        return places
 
     def _copy_item(self, key: Key, files: Sequence[BinaryIO]) -> None:
         """Copy the stored bytes of an item that is not averaged."""
@@ -305,27 +307,29 @@ class Distributed(Checkpoint):
             for file in files:
                 file.write(piece.data)
 
-    def finish(self, outputs: Sequence[Path], parts: Sequence[list[Stored]]) -> None:
+    def finish(self, outputs: Sequence[Any], parts: Sequence[list[Places]]) -> None:
         """Write what makes the output loadable: `.metadata`, and the newest's other files."""
-        for output, stored in zip(outputs, zip(*parts, strict=True), strict=True):
-            everything = {item: info for part in stored for item, info in part.items()}
-            kept = [item for item in self._stored if item in everything]
-            names = {item.fqn for item in kept}
+        items = list(self._items.values())
+        for output, places in zip(outputs, zip(*parts, strict=True), strict=True):
+            stored = {
+                items[number]: _StorageInfo(sys.intern(name), start, length)
+                for number, name, start, length in sorted(p for part in places for p in part)
+            }
+            names = {item.fqn for item in stored}
             entries = {
                 name: self._entry(name, entry)
                 for name, entry in self._metadata.state_dict_metadata.items()
                 if name in names
             }
             planner_data = _only(names, self._metadata.planner_data)
-            where = {item: everything[item] for item in kept}
-            metadata: Any = Metadata(entries, planner_data, where, StorageMeta())
+            metadata: Any = Metadata(entries, planner_data, stored, StorageMeta())
             metadata.version = getattr(self._metadata, "version", None)
             if hasattr(self._metadata, "mcore_data"):  # of Megatron before 0.16
                 metadata.mcore_data = _only(names, self._metadata.mcore_data)
             for sibling in self._siblings:
                 copy = shutil.copytree if sibling.is_dir() else shutil.copy2
-                copy(sibling, output / sibling.name)
-            with (output / ".metadata").open("xb") as file:
+                copy(sibling, Path(output) / sibling.name)
+            with (Path(output) / ".metadata").open("xb") as file:
                 pickle.dump(metadata, file)
                 sync(file)
 

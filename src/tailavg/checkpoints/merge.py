@@ -85,22 +85,20 @@ class Merge:
         Each process of a group writes its share, into the folder that the first one opens.
         """
         newest, outputs = self.newest, list(self.weights)
+        group.together(lambda: newest.share(group.rank, group.size))
         with ExitStack() as stack:
             targets = group.first(
                 lambda: [stack.enter_context(newest.replacing(output)) for output in outputs]
             )
 
             def write() -> Any:
-                newest.share(group.rank, group.size)
                 averages = self._averages(self._pool(stack), self._terms(outputs), progress)
                 part = newest.write(targets, averages)
                 self._check_unchanged()
                 return part
 
             parts = group.gather(group.together(write))
-            if group.rank == 0:
-                newest.finish(targets, parts)
-        group.gather(None)  # the first process has renamed the outputs
+            group.first(lambda: newest.finish(targets, parts))
 
     def in_memory(self, progress: Progress | None = None) -> Any:
         """Return the average for the only output in memory, and write nothing."""

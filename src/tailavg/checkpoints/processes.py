@@ -1,35 +1,36 @@
 """Processes that average together: one, or those that `torchrun` or `--workers` started.
 
-`Merge.run` calls a `Group`. `workers` starts processes on this machine.
+`Merge.run` calls a `Group`. Its processes exchange short messages through a store of torch; what
+they read and write is in files. `workers` starts processes on this machine.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from tailavg.checkpoints.checkpoint import CheckpointError
 
 __all__ = ["ALONE", "Group", "group", "rank", "size", "workers"]
 
-T = TypeVar("T")
-
 STORE = "TAILAVG_STORE"
-"""The environment variable with the URL at which the processes of `workers` meet."""
-TIMEOUT = timedelta(days=7)
-"""The longest wait for the slowest process. One that dies is noticed at once."""
+"""The environment variable with the URL of the store that the processes of `workers` share."""
+GRACE = 5.0
+"""Seconds after which the other processes are ended, too, if one has failed."""
 
 
 def rank() -> int:
     """Return the number of this process, from 0."""
-    return int(os.environ.get("RANK", "0")) if size() > 1 else 0
+    return int(os.environ["RANK"]) if size() > 1 else 0
 
 
 def size() -> int:
@@ -38,25 +39,28 @@ def size() -> int:
 
 
 class Group:
-    """Processes that take each step together. By default this one alone."""
+    """Processes that take each step together. Without a store, this one alone."""
 
-    def __init__(self, rank: int = 0, size: int = 1) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, store: Any = None, rank: int = 0, size: int = 1) -> None:
+        self._store, self.rank, self.size = store, rank, size
+        self._steps = 0
 
-    def gather(self, value: T) -> list[T]:
-        """Return the values of all processes, in order."""
-        if self.size == 1:
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all processes, in order. JSON must have types for them."""
+        if self._store is None:
             return [value]
-        import torch.distributed as dist
+        self._steps += 1
+        keys = [f"{self._steps}/{rank}" for rank in range(self.size)]
+        self._store.set(keys[self.rank], json.dumps(value, default=str))
+        return [json.loads(self._get(key)) for key in keys]
 
-        values: list[Any] = [None] * self.size
-        try:
-            dist.all_gather_object(values, value)
-        except RuntimeError as error:
-            raise CheckpointError("another process has ended") from error
-        return values
+    def _get(self, key: str) -> Any:
+        """Wait for a value, for a moment at a time so that signals are handled."""
+        while not self._store.check([key]):
+            time.sleep(0.05)
+        return self._store.get(key)
 
-    def together(self, call: Callable[[], T]) -> T:
+    def together(self, call: Callable[[], Any]) -> Any:
         """Call a function in each process. If it fails in one, raise in all."""
         result: Any = None
         failure: Exception | None = None
@@ -64,18 +68,18 @@ class Group:
             result = call()
         except Exception as error:
             failure = error
-        messages = self.gather(None if failure is None else str(failure) or type(failure).__name__)
+        message = None if failure is None else str(failure) or type(failure).__name__
+        messages = self.gather(message)
         if failure is not None:
             raise failure
         for message in messages:
             if message is not None:
                 raise CheckpointError(message)
-        return result  # type: ignore[no-any-return]
+        return result
 
-    def first(self, call: Callable[[], T]) -> T:
+    def first(self, call: Callable[[], Any]) -> Any:
         """Call a function in the first process, and return its result in all."""
-        result = self.together(lambda: call() if self.rank == 0 else None)
-        return self.gather(result)[0]  # type: ignore[return-value]
+        return self.gather(self.together(lambda: call() if self.rank == 0 else None))[0]
 
 
 ALONE = Group()
@@ -87,19 +91,20 @@ def group() -> Iterator[Group]:
     if size() == 1:
         yield ALONE
         return
-    import torch.distributed as dist
+    from torch.distributed.rendezvous import rendezvous
 
     place = os.environ.get(STORE, "env://")
-    dist.init_process_group("gloo", place, TIMEOUT, size(), rank())
-    try:
-        yield Group(rank(), size())
-    finally:
-        with suppress(RuntimeError):  # another process has ended
-            dist.destroy_process_group()
+    timeout = timedelta(minutes=30)
+    store, _, _ = next(iter(rendezvous(place, rank(), size(), timeout=timeout)))
+    yield Group(store, rank(), size())
+    # the first process may hold the store, so it ends last
+    store.set(f"end/{rank()}", "")
+    if rank() == 0:
+        store.wait([f"end/{i}" for i in range(size())], timedelta(seconds=GRACE))
 
 
 def workers(command: Sequence[str], number: int) -> int:
-    """Run a command in processes that form a group, and return the first exit code but 0."""
+    """Run a command in processes that form a group, and return an exit code."""
     with tempfile.TemporaryDirectory() as folder:
         place = (Path(folder) / "store").as_uri()
         shared = {STORE: place, "WORLD_SIZE": str(number), "OMP_NUM_THREADS": "1"}
@@ -108,10 +113,25 @@ def workers(command: Sequence[str], number: int) -> int:
             for i in range(number):
                 environment = {**os.environ, **shared, "RANK": str(i)}
                 processes.append(subprocess.Popen([sys.executable, *command], env=environment))
-            codes = [process.wait() for process in processes]
+            codes = _wait(processes)
         finally:
             for process in processes:
-                process.terminate()  # after an interrupt; does nothing to one that has ended
+                process.terminate()  # does nothing to a process that has ended
             for process in processes:
                 process.wait()
-    return next((code for code in codes if code), 0)
+    if any(code is None or code < 0 for code in codes):
+        raise CheckpointError("a process was killed, perhaps because memory ran out")
+    return max(code or 0 for code in codes)
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> list[int | None]:
+    """Return the exit codes of processes: None for those that run on long after another failed."""
+    failed_at: float | None = None
+    while True:
+        codes = [process.poll() for process in processes]
+        if any(codes) and failed_at is None:
+            failed_at = time.monotonic()
+        is_late = failed_at is not None and time.monotonic() - failed_at > GRACE
+        if None not in codes or is_late:
+            return codes
+        time.sleep(0.02)

@@ -194,7 +194,8 @@ def checkpoints(
         return
     for path, shares in merge.weights.items():
         used = merge.used(path)
-        note = f"; {n} optimizer states are left out" if (n := merge.newest.left_out) else ""
+        entries = merge.newest.left_out
+        note = f"; the optimizer state ({entries} entries) is left out" if entries else ""
         if dry_run:
             typer.echo(f"{path} would be the average of{note.replace(';', ',', 1)}")
             width = max(len(str(file)) for file in used)
