@@ -259,6 +259,19 @@ def test_four_processes_write_the_same_bytes_as_one(run, tmp_path):
         assert len([path for path in expected if path.suffix == ".distcp"]) == 4
 
 
+def test_large_files_are_cut(run, tmp_path, monkeypatch):
+    """Several processes then have work even if one process saved the checkpoint."""
+    from tailavg.checkpoints import average_checkpoints, distributed
+
+    monkeypatch.setattr(distributed, "FILE_SIZE", 3000)
+    paths = [save(tmp_path / "alone", step, files=1) for step in (1, 2)]
+    average_checkpoints(paths, {tmp_path / "averaged": 2})
+    folder = tmp_path / "averaged" / "iter_0000002"
+    assert_averaged(folder, (1, 2), paths[1])
+    names = sorted(path.name for path in folder.glob("*.distcp"))
+    assert names == ["__0_0-1.distcp", "__0_0-2.distcp", "__0_0-3.distcp", "__0_0.distcp"]
+
+
 def test_torchrun(run, tmp_path):
     shutil.copytree(run, tmp_path / "copy")
     done(run, "--last", "2", "-o", tmp_path / "alone")

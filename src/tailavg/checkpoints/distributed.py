@@ -48,7 +48,7 @@ __all__ = ["Distributed"]
 OPTIMIZER = re.compile(r"(.*\.)?optim(izers?)?(_states?)?\..+")
 """The names of optimizer states, such as `optimizer.state.exp_avg.decoder.weight`."""
 
-FILE_SIZE = 2**30
+FILE_SIZE = 2**28
 """The bytes after which a file of the output ends, so that several processes can write."""
 
 Key = tuple[str, tuple[int, ...] | None]

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: those in its folder, which of them to average, which are unfinished.
+"""The folder of a run: the checkpoints in it, and which of them are unfinished.
 
 `merge.py`, `distributed.py` and the command line call it.
 """
@@ -6,12 +6,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
-from tailavg.checkpoints.weights import natural, steps_of
-
-__all__ = ["ITERATION", "TRACKER", "chosen", "of_run", "unfinished"]
+__all__ = ["ITERATION", "TRACKER", "of_run", "unfinished"]
 
 FOLDER = re.compile(r"(iter|step|checkpoint|global_step|epoch)[-_]?\d+")
 ITERATION = re.compile(r"iter_\d+")
@@ -21,9 +18,9 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def of_run(folder: Path) -> list[Path]:
-    """Return the checkpoints in the folder of a run, oldest first, except empty folders."""
+    """Return the checkpoints in the folder of a run, in any order, except empty folders."""
     named = (path for path in folder.iterdir() if FOLDER.fullmatch(path.name))
-    return sorted((path for path in named if path.is_dir() and any(path.iterdir())), key=natural)
+    return [path for path in named if path.is_dir() and any(path.iterdir())]
 
 
 def unfinished(path: Path) -> str | None:
@@ -36,38 +33,3 @@ def unfinished(path: Path) -> str | None:
     if not (path / ".metadata").exists() and any(path.glob("*.distcp")):
         return "it has no .metadata yet"
     return None
-
-
-def chosen(
-    paths: Sequence[Path],
-    *,
-    start: int | None = None,
-    end: int | None = None,
-    every: int | None = None,
-    last: int | None = None,
-) -> list[Path]:
-    """Return some of these checkpoints, which are in order.
-
-    Args:
-        paths: The checkpoints, oldest first.
-        start: The first step.
-        end: The last step.
-        every: The least number of steps between two of them, counted back from the newest.
-        last: How many of the newest.
-
-    Examples:
-        >>> paths = [Path(f"iter_{step}") for step in (100, 200, 250, 300, 400)]
-        >>> [path.name for path in chosen(paths, start=200, every=100)]
-        ['iter_200', 'iter_300', 'iter_400']
-        >>> [path.name for path in chosen(paths, end=300, last=2)]
-        ['iter_250', 'iter_300']
-    """
-    kept = list(paths)
-    if paths and not (start is None and end is None and every is None):
-        kept, next_step = [], None
-        for path, step in reversed(list(zip(paths, steps_of(paths), strict=True))):
-            is_in = (start is None or step >= start) and (end is None or step <= end)
-            if is_in and (next_step is None or next_step - step >= (every or 0)):
-                kept.insert(0, path)
-                next_step = step
-    return kept if last is None else kept[-last:]

@@ -138,8 +138,7 @@ def checkpoints(
     """
     from tailavg.checkpoints import CheckpointError, processes
     from tailavg.checkpoints.merge import Merge
-    from tailavg.checkpoints.runs import chosen
-    from tailavg.checkpoints.weights import read_weights, steps_of
+    from tailavg.checkpoints.weights import chosen, read_weights, steps_of
 
     is_first = processes.rank() == 0
     selection = {"last": last, "start": start, "end": end, "every": every}
