@@ -351,7 +351,7 @@ def theirs(schedule, n):
 @pytest.mark.parametrize("n", [1, 2, 3, 10, 100])
 def test_coefficients_of_megatron(shape, schedule, n):
     ours = Decay(1.0, shape).weights(n)
-    assert ours.tolist() == pytest.approx(theirs(schedule, n), rel=0, abs=1e-14)
-    exact = [math.sqrt(i + 1) - math.sqrt(i) for i in range(n)]  # times 1/√n
+    assert ours.tolist() == pytest.approx(theirs(schedule, n), rel=0, abs=1e-15)
     if shape == "1-sqrt":
-        assert ours.tolist() == pytest.approx([x / math.sqrt(n) for x in exact], rel=1e-12)
+        exact = [(math.sqrt(i + 1) - math.sqrt(i)) / math.sqrt(n) for i in range(n)]
+        assert ours.tolist() == pytest.approx(exact, rel=0, abs=1e-15)

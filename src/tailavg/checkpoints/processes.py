@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -96,11 +96,13 @@ def group() -> Iterator[Group]:
     place = os.environ.get(STORE, "env://")
     timeout = timedelta(minutes=30)
     store, _, _ = next(iter(rendezvous(place, rank(), size(), timeout=timeout)))
-    yield Group(store, rank(), size())
-    # the first process may hold the store, so it ends last
-    store.set(f"end/{rank()}", "")
-    if rank() == 0:
-        store.wait([f"end/{i}" for i in range(size())], timedelta(seconds=GRACE))
+    try:
+        yield Group(store, rank(), size())
+    finally:
+        with suppress(RuntimeError):  # another process was killed
+            store.set(f"end/{rank()}", "")
+            if rank() == 0:  # it may hold the store, so it ends last
+                store.wait([f"end/{i}" for i in range(size())], timedelta(seconds=GRACE))
 
 
 def workers(command: Sequence[str], number: int) -> int:
