@@ -1,4 +1,7 @@
-"""Folders as Megatron-LM writes them (`torch_dist`), averaged by one process and by several."""
+"""Folders as Megatron-LM writes them (`torch_dist`), averaged by one process and by several.
+
+Slow: a dozen processes import torch.
+"""
 
 import json
 import math
@@ -17,12 +20,17 @@ from types import ModuleType
 import pytest
 
 from tailavg import Decay
+from tailavg.checkpoints import CheckpointError, average_checkpoints
+from tailavg.checkpoints.merge import Merge
+from tailavg.checkpoints.processes import Group
 from tests.support import commands, processes
 from tests.support.commands import TAILAVG
+from tests.support.effort import exhaustive
 
 torch = pytest.importorskip("torch")
 
 import torch.distributed.checkpoint as dcp  # noqa: E402
+from torch.distributed._shard import sharded_tensor  # noqa: E402
 from torch.distributed.checkpoint.metadata import (  # noqa: E402
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -62,7 +70,7 @@ def tensors(step):
 MODEL = ["decoder.weight", "embedding.weight", "output.weight"]
 
 
-def save(root, step, files=4, metadata=Metadata, rows=4):
+def save(root, step, files=4, metadata=Metadata, rows=4, properties=TensorProperties):
     """Write an iteration by hand: chunks of rows, in turns in each of the files."""
     folder = root / f"iter_{step:07d}"
     folder.mkdir(parents=True)
@@ -86,8 +94,7 @@ def save(root, step, files=4, metadata=Metadata, rows=4):
             offsets = torch.Size([start, *([0] * (tensor.dim() - 1))])
             chunks.append(ChunkStorageMetadata(offsets, part.shape))
             store(MetadataIndex(name, offsets), part)
-        properties = TensorProperties(dtype=tensor.dtype)
-        entries[name] = TensorStorageMetadata(properties, tensor.shape, chunks)
+        entries[name] = TensorStorageMetadata(properties(tensor.dtype), tensor.shape, chunks)
     for name, data in ((EXTRA, {"scale": step}), ("rng_state/shard_0_1", [step])):
         entries[name] = BytesStorageMetadata()
         store(MetadataIndex(name), [data])
@@ -159,7 +166,10 @@ def test_an_iteration_as_the_output(run, tmp_path):
 
 
 def test_metadata_of_a_class_of_megatron(run, tmp_path, monkeypatch):
-    """It is read without Megatron; what its loader asks of it is in the output."""
+    """It is read without Megatron; what its loader asks of it is in the output.
+
+    The tensors have the properties that torch stored before 2.3.
+    """
     module = ModuleType(STRATEGIES)
     module.MCoreMetadata = MCoreMetadata
     with monkeypatch.context() as registered:
@@ -168,7 +178,7 @@ def test_metadata_of_a_class_of_megatron(run, tmp_path, monkeypatch):
             name = ".".join(parts[:i])
             registered.setitem(sys.modules, name, ModuleType(name))
         registered.setitem(sys.modules, STRATEGIES, module)
-        save(run, 400, metadata=MCoreMetadata)
+        save(run, 400, metadata=MCoreMetadata, properties=sharded_tensor.metadata.TensorProperties)
     assert b"MCoreMetadata" in (run / "iter_0000400" / ".metadata").read_bytes()
     done(run, "--last", "2", "-o", tmp_path / "averaged")
     folder = tmp_path / "averaged" / "iter_0000400"
@@ -261,9 +271,7 @@ def test_four_processes_write_the_same_bytes_as_one(run, tmp_path):
 
 def test_large_files_are_cut(run, tmp_path, monkeypatch):
     """Several processes then have work even if one process saved the checkpoint."""
-    from tailavg.checkpoints import average_checkpoints, distributed
-
-    monkeypatch.setattr(distributed, "FILE_SIZE", 3000)
+    monkeypatch.setattr("tailavg.checkpoints.distributed.FILE_SIZE", 3000)
     paths = [save(tmp_path / "alone", step, files=1) for step in (1, 2)]
     average_checkpoints(paths, {tmp_path / "averaged": 2})
     folder = tmp_path / "averaged" / "iter_0000002"
@@ -273,7 +281,6 @@ def test_large_files_are_cut(run, tmp_path, monkeypatch):
 
 
 def test_torchrun(run, tmp_path):
-    shutil.copytree(run, tmp_path / "copy")
     done(run, "--last", "2", "-o", tmp_path / "alone")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*torchrun, "-m", "tailavg", "checkpoints", run, "--last", "2", "-o"]
@@ -298,14 +305,16 @@ def test_other_formats_take_one_process(tmp_path):
     paths = [tmp_path / f"step-{step}.pt" for step in (1, 2)]
     for path in paths:
         torch.save({"w": torch.ones(2)}, path)
-    arguments = [*paths, "--last", "2", "--workers", "2", "-o", tmp_path / "averaged.pt"]
-    ended = commands.run("checkpoints", *arguments, code=1)
-    assert "only folders of torch.distributed.checkpoint can be averaged by several" in ended.told
+    merge = Merge(paths, {tmp_path / "averaged.pt": 2})
+    with pytest.raises(CheckpointError, match="only folders of torch"):
+        merge.run(group=Group(size=2))
     assert sorted(tmp_path.iterdir()) == paths
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends a signal")
-@pytest.mark.parametrize("victim", ["parent", "worker"])
+@pytest.mark.parametrize(
+    "victim", ["parent", pytest.param("worker", marks=exhaustive("waits 5 s for the other one"))]
+)
 def test_a_kill_in_the_middle_leaves_nothing(tmp_path, victim):
     state = {str(i): torch.zeros(10**6) for i in range(20)}
     dcp.save(state, checkpoint_id=tmp_path / "step-0", no_dist=True)

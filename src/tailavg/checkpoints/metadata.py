@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import torch
+from torch.distributed._shard import sharded_tensor
 from torch.distributed.checkpoint import filesystem, metadata, planner
 
 __all__ = ["read_metadata"]
@@ -29,6 +30,7 @@ CLASSES: dict[Any, tuple[str, ...]] = {
     ),
     filesystem: ("_StorageInfo", "_StoragePrefix"),
     planner: ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"),
+    sharded_tensor.metadata: ("MEM_FORMAT_ENCODING", "TensorProperties"),  # before torch 2.3
     torch.serialization: ("_get_layout",),
 }
 MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"

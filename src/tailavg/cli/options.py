@@ -99,13 +99,16 @@ def _window_number(text: str) -> int | float:
     if text.endswith("%"):
         return float(f"{text[:-1].rstrip()}e-2")  # dividing by 100 would round twice
     if re.fullmatch(r"\d[\d_]*(\.\d+)?[kKMBT]", text):
-        return int(Decimal(text[:-1]) * POWERS[text[-1].upper()])
+        number = Decimal(text[:-1]) * POWERS[text[-1].upper()]
+        if number % 1:
+            raise ValueError(text)
+        return int(number)
     try:
         return int(text)
     except ValueError:
-        number = float(text)
-    is_count = "e" in text.lower() and number >= 1 and number.is_integer()
-    return int(number) if is_count else number
+        fraction = float(text)
+    is_count = "e" in text.lower() and fraction >= 1 and fraction.is_integer()
+    return int(fraction) if is_count else fraction
 
 
 def parse_windows(
