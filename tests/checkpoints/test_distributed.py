@@ -154,6 +154,14 @@ def test_one_tensor_at_a_time(tmp_path):
         average_checkpoints(paths, {"averaged": 2}, lazy=True)
 
 
+def test_an_output_inside_a_checkpoint(tmp_path):
+    paths = save(tmp_path, [1, 2])
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(CheckpointError, match="is inside the checkpoint"):
+        average_checkpoints(paths, {paths[0] / "averaged": 2})
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 class Evil:
     def __init__(self, path):
         self.path = path

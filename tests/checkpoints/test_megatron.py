@@ -1,6 +1,6 @@
 """Folders as Megatron-LM writes them (`torch_dist`), averaged by one process and by several.
 
-Slow: a dozen processes import torch.
+Slow: nine processes import torch.
 """
 
 import json
@@ -280,6 +280,7 @@ def test_large_files_are_cut(run, tmp_path, monkeypatch):
     assert names == ["__0_0-1.distcp", "__0_0-2.distcp", "__0_0-3.distcp", "__0_0.distcp"]
 
 
+@exhaustive("as with --workers, but for the store")
 def test_torchrun(run, tmp_path):
     done(run, "--last", "2", "-o", tmp_path / "alone")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

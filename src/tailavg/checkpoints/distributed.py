@@ -315,23 +315,25 @@ class Distributed(Checkpoint):
                 items[number]: _StorageInfo(sys.intern(name), start, length)
                 for number, name, start, length in sorted(p for part in places for p in part)
             }
-            names = {item.fqn for item in stored}
             entries = {
                 name: self._entry(name, entry)
-                for name, entry in self._metadata.state_dict_metadata.items()
-                if name in names
+                for name, entry in self._kept(self._metadata.state_dict_metadata).items()
             }
-            planner_data = _only(names, self._metadata.planner_data)
+            planner_data = self._kept(self._metadata.planner_data)
             metadata: Any = Metadata(entries, planner_data, stored, StorageMeta())
             metadata.version = getattr(self._metadata, "version", None)
             if hasattr(self._metadata, "mcore_data"):  # of Megatron before 0.16
-                metadata.mcore_data = _only(names, self._metadata.mcore_data)
+                metadata.mcore_data = self._kept(self._metadata.mcore_data)
             for sibling in self._siblings:
                 copy = shutil.copytree if sibling.is_dir() else shutil.copy2
                 copy(sibling, Path(output) / sibling.name)
             with (Path(output) / ".metadata").open("xb") as file:
                 pickle.dump(metadata, file)
                 sync(file)
+
+    def _kept(self, values: Any) -> Any:
+        """Return the values of the names that are not left out, if there are values."""
+        return values and {key: values[key] for key in values if key not in self._left_out}
 
     def _entry(self, name: str, entry: Any) -> Any:
         """Return the metadata of an item, with the dtype of the averages."""
@@ -373,11 +375,6 @@ def _iteration(folder: Path) -> bytes:
 
 def _key(item: Any) -> Key:
     return item.fqn, None if item.offset is None else tuple(item.offset)
-
-
-def _only(names: set[str], values: Any) -> Any:
-    """Return the values of these names, if there are values."""
-    return values and {name: value for name, value in values.items() if name in names}
 
 
 def _cuts(sizes: Sequence[int], numbers: int) -> tuple[int, ...]:

@@ -85,6 +85,12 @@ class Merge:
         Each process of a group writes its share, into the folder that the first one opens.
         """
         newest, outputs = self.newest, list(self.weights)
+        for checkpoint in self._checkpoints:
+            for output in outputs:
+                if checkpoint.path.resolve() in output.resolve().parents:
+                    raise CheckpointError(
+                        f"{output} is inside the checkpoint {checkpoint.path}; choose another path"
+                    )
         group.together(lambda: newest.share(group.rank, group.size))
         with ExitStack() as stack:
             targets = group.first(
