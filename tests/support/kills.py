@@ -20,7 +20,6 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
-from torch.distributed.checkpoint import filesystem
 
 from tailavg import AnyTail, TailAverage, TailAverages
 from tailavg.checkpoints import average_checkpoints
