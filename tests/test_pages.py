@@ -95,7 +95,9 @@ def test_what_is_said_of_samples_on_digits():
 
 def test_checkpoints_in_python(tmp_path):
     (program,) = [block.text for block in blocks("checkpoints.md") if block.language == "python"]
-    assert run(sys.executable, "-c", program, cwd=tmp_path).stdout == "[7.5 7.5]\n"
+    assert (
+        run(sys.executable, "-c", program, cwd=tmp_path).stdout == "[7.5 7.5]\nweight [7.5 7.5]\n"
+    )
     assert (tmp_path / "averaged.safetensors").exists()
 
 

@@ -3,7 +3,7 @@
 Some lines are wrong. Both checkers say so, or complain of an ignore that is not needed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, assert_type
 
@@ -191,4 +191,5 @@ def with_checkpoints(paths: list[Path], progress: Callable[[int, int], None]) ->
     assert_type(average_checkpoints(["a.pt", "b.pt"], {"out.pt": 0.25}), list[list[Path]])
     assert_type(average_checkpoints(paths, 0.25), dict[str, Any])
     assert_type(average_checkpoints(paths, [0.5, 0.5], dtype="float32"), dict[str, Any])
-    average_checkpoints(paths, 0.25, window=3)  # type: ignore[call-overload] # pyright: ignore[reportCallIssue]
+    assert_type(average_checkpoints(paths, window=0.25, lazy=True), Iterator[tuple[str, Any]])
+    average_checkpoints(paths, 0.25, rule=3)  # type: ignore[call-overload] # pyright: ignore[reportCallIssue]

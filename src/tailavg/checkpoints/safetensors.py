@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import BinaryIO
@@ -88,8 +88,7 @@ class Safetensors(Checkpoint):
         for output in outputs:
             sync(output)
 
-    def averaged(self, averages: Averages) -> dict[str, Piece]:
-        state: dict[str, Piece] = {}
+    def each(self, averages: Averages) -> Iterator[tuple[str, Piece]]:
         for key, tensor in self.tensors.items():
             size = tensor.numbers * tensor.mean_dtype.itemsize or self._sizes[key]
             memory = np.empty(size, np.uint8)
@@ -101,8 +100,7 @@ class Safetensors(Checkpoint):
                 start += mean.nbytes
             is_real = REAL_DTYPES.get(tensor.dtype) == tensor.dtype
             dtype = tensor.mean_dtype if is_real else np.dtype(tensor.dtype)
-            state[tensor.name] = memory.view(dtype).reshape(tensor.shape)
-        return state
+            yield tensor.name, memory.view(dtype).reshape(tensor.shape)
 
     def _copy(self, key: Hashable, outputs: Sequence[BinaryIO]) -> None:
         """Copy a tensor unchanged."""
