@@ -244,14 +244,14 @@ def odd(rule, **options):
 
 def drawn(average, window, seed=0):
     with average.sample_parameters(0.5, torch.Generator().manual_seed(seed), window):
-        return bits(average._tracking.module)
+        return bits(average._tracking.modules[0])
 
 
 @of_rules(FEW_RULES)
 def test_offloaded_results_are_the_same_to_the_bit(rule, tmp_path):
     window = 0.6 if isinstance(rule, AnyTail) else None
     memory, walk, _ = odd(rule)
-    model, options = memory._tracking.module, {"exclude": "spin", "trainable_only": False}
+    model, options = memory._tracking.modules[0], {"exclude": "spin", "trainable_only": False}
     offloaded = [
         ParameterAverage(model, rule, **options, variance=True, offload=place)
         for place in ("cpu", tmp_path)
@@ -301,7 +301,7 @@ def test_a_run_resumes_to_the_bit(rule, in_files, tmp_path):
 def test_a_copy_goes_on_to_the_bit(copied):
     average, walk, _ = walked(small(), 20, 33, variance=True)
     other = copied(average)
-    other_walk = Walk(other._tracking.module)
+    other_walk = Walk(other._tracking.modules[0])
     other_walk.random.set_state(walk.random.get_state())
     for _ in range(17):
         for each in (walk, other_walk):
@@ -413,7 +413,7 @@ def test_an_update_that_was_interrupted_is_not_passed_over(rule):
 
 def test_samples_have_the_mean_and_the_spread():
     average, _, _ = walked(small(norm=False), 0.5, 60, variance=True)
-    model, random = average._tracking.module, torch.Generator().manual_seed(0)
+    model, random = average._tracking.modules[0], torch.Generator().manual_seed(0)
     means, variances = average.averaged_state_dict(), average.variance(ddof=0)
     number, scale = 1000, 0.5
     found: dict[str, list] = {name: [] for name in means}
@@ -437,7 +437,7 @@ def test_a_sample_is_the_average_plus_noise_in_the_order_of_the_model(scale):
     for _ in range(70):
         walk.step()
         average.update()
-    model, random = average._tracking.module, torch.Generator().manual_seed(7)
+    model, random = average._tracking.modules[0], torch.Generator().manual_seed(7)
     means = average.averaged_state_dict(dtype=torch.float64)
     variances = average.variance(ddof=0)
     expected = {}
@@ -454,7 +454,7 @@ def test_a_sample_is_the_average_plus_noise_in_the_order_of_the_model(scale):
 
 def test_a_generator_decides_the_sample():
     average, _, _ = walked(small(), 0.5, 60, variance=True)
-    model, random = average._tracking.module, torch.Generator().manual_seed(0)
+    model, random = average._tracking.modules[0], torch.Generator().manual_seed(0)
     first, again, other = drawn(average, None), drawn(average, None), drawn(average, None, 1)
     assert first == again != other
     seen = []
@@ -475,7 +475,7 @@ def test_a_generator_decides_the_sample():
 
 def test_the_training_weights_come_back_after_an_exception():
     average, _, _ = walked(small(), 0.5, 60, variance=True)
-    model = average._tracking.module
+    model = average._tracking.modules[0]
     before = bits(model)
 
     def evaluate():
