@@ -129,12 +129,15 @@ class Averages:
     def saved(self) -> Iterator[tuple[str, list[Any]]]:
         """Yield each key, with its averages as plain data."""
         for key in self._keys():
-            yield key, [
-                dict(zip(self._empty, table.steps_of(key), strict=True))
-                if key in table
-                else self._empty
-                for table in self._tables
-            ]
+            yield (
+                key,
+                [
+                    dict(zip(self._empty, table.steps_of(key), strict=True))
+                    if key in table
+                    else self._empty
+                    for table in self._tables
+                ],
+            )
 
     def restore(self, key: Any, saved: Any) -> None:
         """Add a key from `saved`. An invalid key or state may raise any exception."""
