@@ -40,7 +40,8 @@ Averages by key (`TailAverages`) have the format `"tailavg by key"`. Besides `ve
 `held` is the number of blocks of each key, and `keys` is JSON as bytes, with tuples as lists.
 
 `tailavg stream` saves lines of JSON. The first line has the options. Each further line is a list of
-a key and its averages; an average is a dict of `count`, `starts`, `blocks`, `folded` and `partial`.
+a key and its averages; an average is a dict of `count`, `starts`, `blocks`, `folded` and `partial`,
+and with `--std` of `variances` and `squares`.
 """
 
 from __future__ import annotations
@@ -83,6 +84,7 @@ __all__ = [
     "read_keyed",
     "rule_from",
     "state",
+    "stream_entry",
     "unnamed",
     "write_file",
     "write_folder",
@@ -95,7 +97,7 @@ VERSION = 1
 
 STREAM = "tailavg stream"
 """The `format` of the states of `tailavg stream`."""
-STREAM_VERSION = 3
+STREAM_VERSION = 4
 
 _HEADER: dict[str, Any] = {"format": str, "version": int, "rule": Mapping, "nan_policy": str}
 _FIELDS: dict[str, Any] = _HEADER | {
@@ -511,6 +513,12 @@ def _as_list(array: npt.NDArray[Any]) -> Any:
     return array.tolist()
 
 
+def stream_entry(std: bool) -> dict[str, Any]:
+    """Return the state of an average without samples, as `tailavg stream` saves it."""
+    spread: dict[str, Any] = {"variances": [], "squares": 0.0} if std else {}
+    return {"count": 0, "starts": [], "blocks": [], "folded": 0, "partial": 0.0, **spread}
+
+
 def _read_stream(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read the average in a state of `tailavg stream`. Raise a ValueError if there are several."""
     with Path(path).open("rb") as file, _reading(path):
@@ -518,11 +526,12 @@ def _read_stream(path: str | os.PathLike[str]) -> dict[str, Any]:
         if (saved["format"], saved["version"]) != (STREAM, STREAM_VERSION):
             raise ValueError(f"format {saved['format']!r}, version {saved['version']!r}")
         options = saved["options"]
-        if options["by"] is None and len(options["averages"]) == 1:
+        std = bool(options["std"])
+        if options["by"] is None and len(options["averages"]) == 1 + std:
             entries = list(map(json.loads, file))
             if len(entries) != saved["keys"]:
                 raise ValueError(f"{len(entries)} averages instead of {saved['keys']}")
-            fields: Any = {"count": 0, "starts": [], "blocks": [], "folded": 0, "partial": 0.0}
+            fields: Any = stream_entry(std)
             for _, (average,) in entries:
                 fields = average
             rule, dtype = rule_from(options["rule"][0]), "float64" if entries else None

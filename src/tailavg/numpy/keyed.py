@@ -247,11 +247,23 @@ class TailAverages(Mapping[Any, TailAverage]):
 
     def copy(self) -> Self:
         """Return an independent copy."""
+        return self.subset(self)
+
+    def subset(self, keys: Iterable[Any]) -> Self:
+        """Return an independent copy with only these keys. Unknown keys are left out.
+
+        Examples:
+            >>> averages = TailAverages(2)
+            >>> averages.update_many(["a", "b"], [1.0, 2.0])
+            >>> list(averages.subset(["b", "c"]))
+            ['b']
+        """
         self._settle()
         copy = object.__new__(type(self))
         copy.__dict__.update(self.__dict__)
-        copy._rows, copy._free, copy._live = self._rows.copy(), self._free.copy(), {}
-        copy._table = self._table.take(np.arange(len(self._table)))
+        known = {key: self._rows[key] for key in keys if key in self._rows}
+        copy._table = self._table.take(np.array(list(known.values()), np.int64))
+        copy._rows, copy._free, copy._live = {key: row for row, key in enumerate(known)}, [], {}
         return copy
 
     __copy__ = copy
