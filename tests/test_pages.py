@@ -68,6 +68,14 @@ def test_the_freshest_weights():
     assert run(sys.executable, "-c", program).stdout == said
 
 
+def test_standard_deviations_of_streams():
+    printed = blocks("streams.md")
+    said = [block.text for block in printed if block.language == "text"]
+    programs = [b.text for b in printed if b.language == "python" and ">>>" not in b.text]
+    assert [run(sys.executable, "-c", program).stdout for program in programs] == said
+    assert len(said) == 3
+
+
 def test_checkpoints_in_python(tmp_path):
     (program,) = [block.text for block in blocks("checkpoints.md") if block.language == "python"]
     assert run(sys.executable, "-c", program, cwd=tmp_path).stdout == "[7.5 7.5]\n"
