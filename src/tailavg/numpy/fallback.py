@@ -65,7 +65,7 @@ def block_weights(
         each[now], of_old = weights(old, new, np.maximum(0.0, old + new - k[now]), np.sqrt)
         if old:
             of_closed.append((oldest, now, of_old))
-        newer = range(oldest + 1, len(ends))
+        newer = [block for block in range(oldest + 1, len(ends)) if ends[block] > blocks[block]]
         of_closed += [(block, now, each[now] * (ends[block] - blocks[block])) for block in newer]
         begin = end
     return each, of_closed

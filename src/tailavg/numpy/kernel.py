@@ -376,15 +376,16 @@ def scan_spread_rows(
 ) -> None:
     """Do the work of `scan_spread` for each column of a matrix, or only add to the squares."""
     n, width = len(xs), xs.shape[1]
+    copied = column[:n]
     for j in range(width):
-        x = xs.reshape(xs.size) if width == 1 else column[:n]
         if width > 1:
             for i in range(n):
-                x[i] = xs[i, j]
+                copied[i] = xs[i, j]
+        x = xs.reshape(xs.size) if width == 1 else copied  # for numba, xs may be read-only
         if statistic[0] == MEAN:
             squares[j] = add_squares(x, factors, means[-1, j], squares[j])
             continue
-        averages = out.reshape(out.size) if width == 1 else x
+        averages = out.reshape(out.size) if width == 1 else copied
         closed = moments(means, variances, j, oldest, blocks, sizes)
         how = factors, each, of_old, scales, means[-1, j], closed, sums[j], squares[j]
         sums[j], squares[j] = scan_spread(x, averages, *how, statistic, room)

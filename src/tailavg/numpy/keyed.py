@@ -238,12 +238,16 @@ class TailAverages(Mapping[Any, TailAverage]):
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
+        return f"<{self._as_call()}: {len(self) or 'no'} keys>"
+
+    def _as_call(self) -> str:
+        """Return the call that makes such averages, without keys."""
         options = repr(self.rule)
         if self.nan_policy != "propagate":
             options += f", nan_policy={self.nan_policy!r}"
         if self._variance:
             options += ", variance=True"
-        return f"<TailAverages({options}): {len(self) or 'no'} keys>"
+        return f"TailAverages({options})"
 
     def copy(self) -> Self:
         """Return an independent copy."""
@@ -637,7 +641,9 @@ def averages_for(
     if not isinstance(state, TailAverages):
         raise TypeError(f"state: expected TailAverages, got {type(state).__name__}")
     if state._empty != new._empty:
-        raise ValueError(f"state: expected the averages of {new}, like the arguments; got {state}")
+        raise ValueError(
+            f"state: expected {new._as_call()}, like the arguments, got {state._as_call()}"
+        )
     return state
 
 
