@@ -143,6 +143,7 @@ class TailAverage:
         self._variances, self._squares = [] if variance else None, 0.0
         self._factors = self._reader = self._scratch = None
         self._due = self._left = 0
+        self._check_real()
 
     def update(self, x: Any) -> None:
         """Take one sample: a number, or an array of the shape of the samples before.
@@ -675,7 +676,9 @@ class TailAverage:
             setattr(copy, name, getattr(self, name))
         copy._clock = self._clock.copy()
         if isinstance(self._sum, np.ndarray):
-            copy._sum, copy._squares = self._begun(self._sum), self._begun(self._squares)
+            copy._sum = self._begun(self._sum)
+            if self._variances is not None:
+                copy._squares = self._begun(self._squares)
         if self._samples is not None:
             copy._samples = self._samples.copy()
         if extra := getattr(self, "__dict__", None):  # attributes of a subclass
@@ -764,17 +767,20 @@ class TailAverage:
             self._dtype = np.result_type(dtype, np.float64 if exact else np.float32)
         self._shape = shape
         self._number = shape is None and self._dtype == np.float64
+        self._check_real()
         if isinstance(self._clock, SampleClock):
             self._samples = Samples(np.empty((0, math.prod(shape or ())), self._dtype))
             return
         self._means = [0.0] * len(self._clock.blocks)
         self._sum = self._begun(0.0)
         if self._variances is not None:
-            if self._dtype.kind == "c":
-                raise TypeError(f"sample: variance=True needs real numbers, got {self._dtype}")
             self._variances, self._squares = self._means.copy(), self._begun(0.0)
         if isinstance(self._clock, DecayClock) and not self._number:
             self._scratch = aligned_zeros(shape or (), self._dtype)
+
+    def _check_real(self) -> None:
+        if self._variances is not None and self._dtype is not None and self._dtype.kind == "c":
+            raise TypeError(f"variance=True needs real numbers, got {self._dtype}")
 
     def _begin_with(self, samples: Array) -> None:
         """Call `_begin` if these are the first samples."""
@@ -811,7 +817,7 @@ class TailAverage:
         factor = clock.factor
         if self._variances is not None:
             if clock.count == clock.blocks[-1]:  # the first sample of a block is its shift
-                self._means = [*self._means[:-1], self._as_mean(sample)]
+                self._means = [*self._means[:-1], self._begun(sample)]  # a copy
             self._squares = self._squares + self._square(sample, factor)
         if self._number:
             self._sum += float(sample) * factor

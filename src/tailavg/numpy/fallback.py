@@ -255,7 +255,7 @@ def scan_exact_spread(
         w = np.flatnonzero(lengths & run)
         apart = means[ends[w]] - mean[w]
         sizes[w] += run
-        square[w] += squares[ends[w]] + apart * apart * (run * (sizes[w] - run) / sizes[w])
+        square[w] += squares[ends[w]] + apart * (run * (sizes[w] - run) / sizes[w]) * apart
         mean[w] += apart * (run / sizes[w])
         ends[w] -= run
         apart = means[run:] - means[:-run]
