@@ -19,7 +19,7 @@ __all__ = [
     "Of",
     "Statistic",
     "aligned_zeros",
-    "cleared",
+    "centred",
     "joined",
     "joined_variance",
     "merged_variance",
@@ -136,9 +136,10 @@ def spread(
 ) -> Any:
     """Return the weighted mean squared deviation from the average that `terms` describe.
 
-    Deviations are first taken from the newest mean, which is the shift of `squares`.
+    Deviations are first taken from the newest of the means; that is the shift of `squares`.
     """
-    shift = np.asarray(means[-1], wide(np.result_type(means[-1])))
+    newest = means[terms[-1][1]]  # SUM is the index of the last mean
+    shift = np.asarray(newest, wide(np.result_type(newest)))
     first, second, in_sum = 0.0, 0.0, 1.0
     for weight, block in terms:
         if block == SUM:  # the last term; what is left of 1 is the weight of its samples
@@ -148,13 +149,18 @@ def spread(
             apart, in_sum = means[block] - shift, in_sum - weight
             first = first + weight * apart
             second = second + weight * (variances[block] + apart * apart)
-    return cleared(second - first * first, shift + first, np.result_type(means[-1]))
+    return centred(first, second, shift, np.result_type(newest))
 
 
-def cleared(variance: Any, mean: Any, dtype: np.dtype[Any]) -> Any:
-    """Return a variance, but 0 where it may be a rounding error of sums in this dtype."""
-    limit = NOISE * np.finfo(dtype).eps * mean
-    return np.where(variance <= limit * limit, 0.0, variance)
+def centred(first: Any, second: Any, shift: Any, dtype: np.dtype[Any]) -> Any:
+    """Return a variance, given the mean and the mean square of deviations from the `shift`.
+
+    It is 0 where it may be a rounding error of sums in this dtype.
+    """
+    eps, squared = np.finfo(dtype).eps, first * first
+    limit = NOISE * eps * (shift + first)
+    variance = second - squared
+    return np.where(variance <= limit * limit + 4.0 * eps * squared, 0.0, variance)
 
 
 def wide(dtype: np.dtype[Any]) -> np.dtype[Any]:

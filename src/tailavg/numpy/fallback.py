@@ -21,7 +21,7 @@ from tailavg.numpy.arithmetic import (
     MEAN,
     Array,
     Statistic,
-    cleared,
+    centred,
     joined,
     joined_variance,
     merged_variance,
@@ -128,7 +128,7 @@ def scan_blocks(
                     first[:, where] += weight[:, None] * moved[:, None]
                     second[:, where] += weight[:, None] * spread[:, None]
                     weights_squared[where] += weight * weight / (blocks[block + 1] - blocks[block])
-                variance = cleared(second - first * first, shifts[:, None] + first, means.dtype)
+                variance = centred(first, second, shifts[:, None], means.dtype)
                 averages = statistic.of_spread(variance, weights_squared[:, None])
             variances[:last] = closed_variances[many - 1 :]
             if clock.folded == blocks[-1]:
@@ -227,7 +227,7 @@ def scan_decaying(
                 squares = np.cumsum(factor * (x - shift) ** 2, axis=0)
                 squares = scale * ((decay * variance if decay else 0.0) + squares)
                 squares = squares[-len(averages) :]
-                variances = cleared(squares - (averages - shift) ** 2, averages, xs.dtype)
+                variances = centred(averages - shift, squares, shift, xs.dtype)
         if out is not None and statistic.of == MEAN:
             out[done : done + n] = averages
         elif out is not None:

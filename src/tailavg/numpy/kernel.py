@@ -340,7 +340,8 @@ def scan_spread(
         total += xs[i] * kind(factors[i])
         squares += apart * apart * kind(factors[i])
         out[i], room[i] = total, squares
-    middle, noise = float(shift), NOISE * np.finfo(xs.dtype).eps
+    eps = np.finfo(xs.dtype).eps
+    middle, noise = float(shift), NOISE * eps
     for i in range(len(xs)):
         in_sum = 1.0 - of_old[i] - each[i] * newer
         moved = each[i] * out[i] - in_sum * middle
@@ -348,7 +349,8 @@ def scan_spread(
         second = of_old[i] * old_second + each[i] * (newer_second + room[i])
         variance = second - moved * moved
         limit = noise * (middle + moved)
-        variance = 0.0 if variance <= limit * limit else variance
+        limit = limit * limit + 4.0 * eps * moved * moved
+        variance = 0.0 if variance <= limit else variance
         out[i] = kind(variance * scales[i])
     if statistic[0] == STD:
         for i in range(len(xs)):
@@ -587,7 +589,8 @@ def scan_small_spread(
 ) -> None:
     """Do the work of `scan_small_blocks` for the variances of numbers, one block at a time."""
     kind, closed, size = xs.dtype.type, len(means) - 1, len(each)
-    noise, scales = NOISE * np.finfo(xs.dtype).eps, np.empty(size)
+    eps, scales = np.finfo(xs.dtype).eps, np.empty(size)
+    noise = NOISE * eps
     if in_sum > 0:
         fold_sums(means, sums, variances, squares, in_sum, in_sum / size, size)
     place = 0
@@ -627,7 +630,8 @@ def scan_small_spread(
                 spread = of_old[i] * second + each[i] * (newer_second + square)
                 variance = spread - moved * moved
                 limit = noise * (middle + moved)
-                variance = 0.0 if variance <= limit * limit else variance
+                limit = limit * limit + 4.0 * eps * moved * moved
+                variance = 0.0 if variance <= limit else variance
                 out[start + i] = kind(variance * scales[i])
             place = until
         sums[0], squares[0] = total, square
