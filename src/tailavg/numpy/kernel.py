@@ -374,23 +374,20 @@ def scan_spread_rows(
     room: Any,
     column: Any,
 ) -> None:
-    """Do the work of `scan_spread` for each column of a matrix, or only add to the squares."""
-    n, width = len(xs), xs.shape[1]
-    for j in range(width):
-        x = xs.reshape(xs.size) if width == 1 else column[:n]
-        if width > 1:
-            for i in range(n):
-                x[i] = xs[i, j]
+    """Do the work of `scan_spread` for each column of a matrix, or only add to the squares.
+
+    `column` is a buffer for a column: of samples, then of what `scan_spread` writes.
+    """
+    x = column[: len(xs)]
+    for j in range(xs.shape[1]):
+        x[:] = xs[:, j]
         if statistic[0] == MEAN:
             squares[j] = add_squares(x, factors, means[-1, j], squares[j])
             continue
-        averages = out.reshape(out.size) if width == 1 else x
         closed = moments(means, variances, j, oldest, blocks, sizes)
         how = factors, each, of_old, scales, means[-1, j], closed, sums[j], squares[j]
-        sums[j], squares[j] = scan_spread(x, averages, *how, statistic, room)
-        if width > 1:
-            for i in range(n):
-                out[i, j] = averages[i]
+        sums[j], squares[j] = scan_spread(x, x, *how, statistic, room)
+        out[:, j] = x
 
 
 def scan_blocks(
