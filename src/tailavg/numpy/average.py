@@ -872,14 +872,8 @@ class TailAverage:
         self._prepare()
         before, opened, in_sum = clock.count, clock.blocks[-1], clock.count - clock.folded
         spread = self._variances is not None
-        blocks = list(
-            zip(
-                pairwise([*clock.blocks, clock.folded]),
-                self._means,
-                self._variances or self._means,
-                strict=True,
-            )
-        )
+        moments = self._means, self._variances or self._means
+        blocks = list(zip(pairwise([*clock.blocks, clock.folded]), *moments, strict=True))
         summed, squared, shift = self._sum, self._squares, self._means[-1]
         clock.advance(before + len(rows))
         self._means, variances, total, squares = [], [], 0.0, 0.0
@@ -895,18 +889,17 @@ class TailAverage:
                     mean = old_mean if w == 1.0 else mean * (1.0 - w) + old_mean * w
             new = rows[max(0, start - before) : max(0, end - before)]
             total, squares, fresh = 0.0, 0.0, len(new)
-            has_sum = start <= opened < end and in_sum > 0
-            if spread and not size:  # the first sample of a block is its shift
-                mean = shift if has_sum else self._begun(self._shaped(rows[max(0, start - before)]))
             if fresh:
                 total = self._shaped(sum_rows(new, self._dtype))  # type: ignore[arg-type]
-                if spread:
-                    apart = new - np.reshape(mean, -1)
-                    squares = self._shaped(sum_rows(apart * apart, self._dtype))  # type: ignore[arg-type]
-            if start <= opened < end:
-                if spread:
+            has_sum = start <= opened < end
+            if spread and (fresh or has_sum):
+                if not size:  # the first sample is the shift
+                    mean = shift if has_sum and in_sum else self._begun(self._shaped(new[0]))
+                squares = self._squares_of(new, mean)
+                if has_sum:  # squares of deviations from another shift, if blocks were merged
                     moved = shift - mean
                     squares = squares + squared + moved * (2 * summed - in_sum * (shift + mean))
+            if has_sum:
                 total, fresh = total + summed, fresh + in_sum
             if fresh and end < clock.count:
                 how = fresh, fresh / (end - start), end - start
@@ -916,16 +909,20 @@ class TailAverage:
             self._means.append(self._as_mean(mean) if size or fresh else 0.0)
             variances.append(self._as_mean(variance))
         if clock.overfull:  # the total is in double precision until it is folded
-            how = clock.fold()
+            mean, how = self._means[-1], clock.fold()
             if spread:
-                moments = self._means[-1], variances[-1], total, squares
-                variance, squares = joined_variance(*moments, *how)
+                variance, squares = joined_variance(mean, variances[-1], total, squares, *how)
                 variances[-1] = self._as_mean(variance)
-            mean, total = joined(self._means[-1], total, *how)
+            mean, total = joined(mean, total, *how)
             self._means[-1] = self._as_mean(mean)
         self._sum = self._begun(total)
         if spread:
             self._variances, self._squares = variances, self._begun(squares)
+
+    def _squares_of(self, rows: Array, shift: Any) -> Any:
+        """Return the sum of the squared deviations of rows from a shift."""
+        apart = rows - np.reshape(shift, -1)
+        return self._shaped(sum_rows(apart * apart, self._dtype))  # type: ignore[arg-type]
 
     def _table(self) -> Table:
         """Return the state as a table of one row."""
