@@ -66,7 +66,7 @@ class TailAverage:
         nan_policy: `"propagate"`, `"raise"`, or `"omit"`, which skips a sample that contains a NaN
             and does not count it. Infinities are data.
         variance: Whether to keep what `variance`, `std` and `standard_error(iid=True)` need. Each
-            accumulator then holds a second array. `value` is the same to the last bit.
+            accumulator then holds a second array. `update` and `scan` give bit-identical averages.
 
     Examples:
         >>> average = TailAverage(0.5)

@@ -262,7 +262,8 @@ def scan_exact_spread(
         squares[run:] = squares[run:] + squares[:-run] + apart * apart * (run / 2)
         means[run:] = means[:-run] + apart / 2
         run *= 2
-    out[...] = statistic.of_spread(square / sizes, 1.0 / sizes)
+    variance = np.where(np.isfinite(mean), square / sizes, np.nan)
+    out[...] = statistic.of_spread(variance, 1.0 / sizes)
 
 
 def scan_exact(clock: SampleClock, before: Array, xs: Array, out: Array) -> None:

@@ -381,8 +381,7 @@ def scan_spread_rows(
     copied = column[:n]
     for j in range(width):
         if width > 1:
-            for i in range(n):
-                copied[i] = xs[i, j]
+            copied[:] = xs[:, j]
         x = xs.reshape(xs.size) if width == 1 else copied  # for numba, xs may be read-only
         if statistic[0] == MEAN:
             squares[j] = add_squares(x, factors, means[-1, j], squares[j])
@@ -392,8 +391,7 @@ def scan_spread_rows(
         how = factors, each, of_old, scales, means[-1, j], closed, sums[j], squares[j]
         sums[j], squares[j] = scan_spread(x, averages, *how, statistic, room)
         if width > 1:
-            for i in range(n):
-                out[i, j] = averages[i]
+            out[:, j] = copied
 
 
 def scan_blocks(
@@ -718,7 +716,7 @@ def scan_decaying(
     numbers, averages = xs.reshape(xs.size), out.reshape(out.size)
     scales, factors, room = np.empty(FOLD), np.empty(FOLD), np.empty(FOLD, xs.dtype)
     width, spread, column = xs.shape[1], squares.shape[1] > 0, np.empty(FOLD, xs.dtype)
-    kept, divisors = np.empty(FOLD), np.empty(FOLD)
+    kept, scales_of_spread = np.empty(FOLD), np.empty(FOLD)
     nothing, sizes = np.empty(0, np.int64), np.empty(0)
     for group in range(len(counts)):
         at, end = bounds[group], bounds[group + 1]
@@ -756,10 +754,13 @@ def scan_decaying(
                 for i in range(n):  # in place of an old block, the mean since the last fold
                     step = float(t) + _RAMP[i]
                     kept[i] = decay * scale[i]
-                    divisors[i] = 1.0 - statistic[1] / min(step, size_at(step, window))
-                    divisors[i] = 1.0 / divisors[i]
+                    size = min(step, size_at(step, window))
+                    if size > 1.0:
+                        scales_of_spread[i] = 1.0 / (1.0 - statistic[1] / size)
+                    else:  # one sample, whose deviation from the shift is rounded
+                        scales_of_spread[i] = np.nan if statistic[1] else 0.0
                 averages_now = out[at : at + n] if len(out) else out
-                now = xs[at : at + n], averages_now, factor, scale, kept[:n], divisors[:n]
+                now = xs[at : at + n], averages_now, factor, scale, kept[:n], scales_of_spread[:n]
                 state = mean, variance, 0, nothing, sizes, total, square
                 scan_spread_rows(*now, *state, statistic, room, column)
             at += n
