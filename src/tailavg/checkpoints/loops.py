@@ -1,0 +1,74 @@
+"""The loops of merges: plain Python, compiled by numba if it is installed. `sums.py` calls them.
+
+They do what `sums.py` does with NumPy, with the same operations in the same order, so results are
+bit-identical; but they go through memory once, without the GIL.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from tailavg.numpy.kernel import compiled, installed
+
+__all__ = ["LONG", "merge_loops"]
+
+LONG = 2**30
+"""From this many numbers on, numba saves more time than its import takes."""
+
+BLOCK = 1024  # numbers that are widened at once, so that they stay in the L1 cache
+
+
+def add(sums: Any, changed: Any, first: Any, bits: Any, numbers: Any, weight: Any) -> None:
+    """Add numbers times a weight to the sums, and mark the bits that differ from the first."""
+    for i in range(len(sums)):
+        sums[i] += numbers[i] * weight
+        changed[i] |= bits[i] ^ first[i]
+
+
+def add_bfloat16(sums: Any, changed: Any, first: Any, bits: Any, weight: Any) -> None:
+    """Add numbers of bfloat16: the upper halves of float32."""
+    wide = np.empty(BLOCK, np.uint32)
+    for start in range(0, len(sums), BLOCK):
+        block = slice(start, min(start + BLOCK, len(sums)))
+        upper = bits[block]
+        for i in range(len(upper)):
+            wide[i] = np.uint32(upper[i]) << np.uint32(16)
+        add(sums[block], changed[block], first[block], upper, wide.view(np.float32), weight)
+
+
+def round_bfloat16(sums: Any, rounded: Any) -> None:
+    """Round float64 to the bits of bfloat16, once."""
+    bits = np.empty(BLOCK, np.uint32)
+    single = bits.view(np.float32)
+    for start in range(0, len(sums), BLOCK):
+        numbers, out = sums[start : start + BLOCK], rounded[start : start + BLOCK]
+        halfway = 0
+        for i in range(len(numbers)):
+            single[i] = numbers[i]
+        for i in range(len(numbers)):
+            halfway += (bits[i] & 0xFFFF) == 0x8000
+        for i in range(len(numbers) if halfway else 0):
+            if (bits[i] & 0xFFFF) == 0x8000:  # the float64 says which bfloat16 is nearer
+                bits[i] += abs(numbers[i]) > abs(single[i])
+                bits[i] -= abs(numbers[i]) < abs(single[i])
+        for i in range(len(numbers)):
+            nearest = (bits[i] + 0x7FFF + ((bits[i] >> 16) & 1)) >> 16
+            is_nan = (bits[i] & 0x7FFFFFFF) > 0x7F800000
+            out[i] = (bits[i] >> 16) & 0x8000 | 0x7FC0 if is_nan else nearest
+
+
+@lru_cache
+def _compiled() -> SimpleNamespace | None:
+    return compiled([add, add_bfloat16, round_bfloat16], globals(), nogil=True)
+
+
+def merge_loops(numbers: int) -> SimpleNamespace | None:
+    """Return the compiled loops to add this many numbers with; None to use NumPy."""
+    if not installed() or (numbers < LONG and "numba" not in sys.modules):
+        return None
+    return _compiled()
