@@ -119,18 +119,18 @@ class Merge:
     ) -> Averages:
         """Yield the averages of each piece, one per weight in `terms`."""
         tensors, threads, outputs = self.newest.tensors, self.newest.threads, len(terms[0][1])
-        pieces = list(_pieces(tensors))
-        largest = max((stop - start for _, start, stop in pieces), default=0)
+        largest = max((stop - start for _, start, stop in _pieces(tensors)), default=0)
         loops = merge_loops(outputs * len(terms) * sum(t.numbers for t in tensors.values()))
         memory = _Memory(largest, outputs, loops)
-        # a piece is written while each thread computes one, and one more waits
-        rings = cycle([np.empty((outputs, 8 * largest), np.uint8) for _ in range(threads + 2)])
+        # one piece is written while each thread computes one, and one more waits
+        outs = cycle([np.empty((outputs, 8 * largest), np.uint8) for _ in range(threads + 2)])
         submitted = (
-            pool.submit(self._means, terms, *piece, memory, next(rings)) for piece in pieces
+            pool.submit(self._means, terms, *piece, memory, out)
+            for piece, out in zip(_pieces(tensors), outs, strict=False)
         )
         futures = deque(islice(submitted, 1 + threads))
         done, total = 0, sum(t.numbers * t.number_dtype.itemsize for t in tensors.values())
-        for key, start, stop in pieces:
+        for key, start, stop in _pieces(tensors):
             means = futures.popleft().result()
             futures.extend(islice(submitted, 1))
             done += (stop - start) * tensors[key].number_dtype.itemsize
@@ -150,10 +150,8 @@ class Merge:
         """Return the averages of a piece, one per output, in the memory `out`."""
         tensor = self.newest.tensors[key]
         piece = memory.piece[: (stop - start) * tensor.number_dtype.itemsize]
-        averages = [
-            row[: (stop - start) * tensor.mean_dtype.itemsize].view(tensor.mean_dtype)
-            for row in out
-        ]
+        size = (stop - start) * tensor.mean_dtype.itemsize
+        averages = [row[:size].view(tensor.mean_dtype) for row in out]
         with np.errstate(all="ignore"):  # the mean of infinities may be NaN
             for checkpoint, row in reversed(terms):
                 checkpoint.read(key, start, stop, piece)
