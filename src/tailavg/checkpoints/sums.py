@@ -14,6 +14,9 @@ from tailavg.checkpoints.checkpoint import Piece
 
 __all__ = ["Mean"]
 
+BLOCK = 2**16
+"""The numbers to round at once, so that temporaries stay in the cache."""
+
 
 class Mean:
     """The weighted mean of pieces of one dtype and at most `size` numbers.
@@ -78,13 +81,15 @@ def _round(numbers: Piece, out: Piece) -> None:
     import ml_dtypes
 
     step = 1 << (21 - ml_dtypes.finfo(out.dtype).nmant)
-    single = numbers.astype(np.float32)
-    bits = single.view(np.uint32)
-    halfway = np.flatnonzero(bits & (2 * step - 1) == 0)
-    exact, near = np.abs(numbers[halfway]), np.abs(single[halfway])
-    bits[halfway] += np.uint32(step) * (exact > near)
-    bits[halfway] -= np.uint32(step) * (exact < near)
-    out[:] = single
+    for start in range(0, len(out), BLOCK):
+        block = numbers[start : start + BLOCK]
+        single = block.astype(np.float32)
+        bits = single.view(np.uint32)
+        halfway = np.flatnonzero(bits & (2 * step - 1) == 0)
+        exact, near = np.abs(block[halfway]), np.abs(single[halfway])
+        bits[halfway] += np.uint32(step) * (exact > near)
+        bits[halfway] -= np.uint32(step) * (exact < near)
+        out[start : start + BLOCK] = single
 
 
 def _bits(piece: Piece) -> Piece:
