@@ -7,8 +7,9 @@ from fractions import Fraction
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
-from tailavg.checkpoints import loops
+from tailavg.checkpoints import average_checkpoints, loops, merge
 from tailavg.checkpoints.sums import Mean
 
 DTYPES = {
@@ -166,3 +167,23 @@ def test_few_numbers_do_not_import_numba(monkeypatch):
     assert loops.merge_loops(loops.LONG - 1) is None
     monkeypatch.setattr(loops, "installed", lambda: False)
     assert loops.merge_loops(10**12) is None
+
+
+def test_merges_in_many_pieces(tmp_path, monkeypatch, compiled):
+    """More pieces than buffers: each buffer is used again and again, for two outputs."""
+    monkeypatch.setattr(merge, "merge_loops", lambda numbers: compiled)
+    monkeypatch.setattr(merge, "PIECE", 100)
+    made = {name: pieces(DTYPES[name], 3, size=1240) for name in DTYPES}
+    paths = [tmp_path / f"{step}.safetensors" for step in range(3)]
+    for step, path in enumerate(paths):
+        save_file({name: rows[step] for name, rows in made.items()}, path)
+    weights = {"a": [0.25, 0.25, 0.5], "b": [0.0, 0.5, 0.5]}
+    outputs = {str(tmp_path / f"{name}.safetensors"): row for name, row in weights.items()}
+    average_checkpoints(paths, outputs)
+    for output, row in outputs.items():
+        got = average_checkpoints([output], 1)
+        used = [step for step, weight in enumerate(row) if weight]
+        for name, rows in made.items():
+            newest_first = rows[used][::-1]
+            expected = mean_of(newest_first, [row[step] for step in used][::-1], None)
+            assert_same_numbers(got[name], expected)

@@ -93,8 +93,7 @@ class Checkpoint(ABC):
     together: ClassVar[bool] = True
     """Whether several outputs can be written in one pass."""
     threads: ClassVar[int] = 2
-    """The number of threads that read and average. With two, one computes while the other reads;
-    more would wait for the GIL."""
+    """The number of threads that read and average. With two, one computes while the other reads."""
     path: Path
     tensors: dict[Hashable, Tensor]
     stamps: dict[Path, tuple[int, ...]]

@@ -17,7 +17,7 @@ from tailavg.numpy.kernel import compiled, installed
 
 __all__ = ["LONG", "merge_loops"]
 
-LONG = 2**30
+LONG = 2**31
 """From this many numbers on, numba saves more time than its import takes."""
 
 BLOCK = 1024  # numbers to convert at once, so that they stay in the L1 cache

@@ -80,7 +80,8 @@ def _round(numbers: Piece, out: Piece) -> None:
         return
     import ml_dtypes
 
-    step = 1 << (21 - ml_dtypes.finfo(out.dtype).nmant)
+    finfo: Any = ml_dtypes.finfo
+    step = 1 << (21 - finfo(out.dtype).nmant)
     for start in range(0, len(out), BLOCK):
         block = numbers[start : start + BLOCK]
         single = block.astype(np.float32)
