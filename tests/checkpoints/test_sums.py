@@ -171,7 +171,7 @@ def test_few_numbers_do_not_import_numba(monkeypatch):
 
 def test_merges_in_many_pieces(tmp_path, monkeypatch, compiled):
     """More pieces than buffers: each buffer is used again and again, for two outputs."""
-    monkeypatch.setattr(merge, "merge_loops", lambda numbers: compiled)
+    monkeypatch.setattr(merge, "merge_loops", lambda _: compiled)
     monkeypatch.setattr(merge, "PIECE", 100)
     made = {name: pieces(DTYPES[name], 3, size=1240) for name in DTYPES}
     paths = [tmp_path / f"{step}.safetensors" for step in range(3)]
