@@ -49,13 +49,14 @@ def round_bfloat16(sums: Any, rounded: Any) -> None:
     low, half, one, upper = np.uint32(0xFFFF), np.uint32(0x8000), np.uint32(1), np.uint32(16)
     for start in range(0, len(sums), BLOCK):
         numbers, out = sums[start : start + BLOCK], rounded[start : start + BLOCK]
-        halfway = False
+        wrong = False
         for i in range(len(numbers)):
             single[i] = numbers[i]
         for i in range(len(numbers)):
-            halfway |= (bits[i] & low) == half
-        for i in range(len(numbers) if halfway else 0):
-            if (bits[i] & low) == half:  # the float64 says which bfloat16 is nearer
+            wrong |= ((bits[i] & low) == half) & (single[i] != numbers[i])
+        for i in range(len(numbers) if wrong else 0):
+            # halfway between two numbers of bfloat16, the float64 says which is nearer
+            if (bits[i] & low) == half:
                 exact, near = abs(numbers[i]), abs(single[i])
                 if exact > near:
                     bits[i] += one

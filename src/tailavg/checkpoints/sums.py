@@ -86,10 +86,9 @@ def _round(numbers: Piece, out: Piece) -> None:
         block = numbers[start : start + BLOCK]
         single = block.astype(np.float32)
         bits = single.view(np.uint32)
-        halfway = np.flatnonzero(bits & (2 * step - 1) == 0)
-        exact, near = np.abs(block[halfway]), np.abs(single[halfway])
-        bits[halfway] += np.uint32(step) * (exact > near)
-        bits[halfway] -= np.uint32(step) * (exact < near)
+        wrong = np.flatnonzero((bits & (2 * step - 1) == 0) & (single != block))
+        farther = np.abs(block[wrong]) > np.abs(single[wrong])
+        bits[wrong] += np.where(farther, np.uint32(step), np.uint32(-step % 2**32))
         out[start : start + BLOCK] = single
 
 
