@@ -24,10 +24,10 @@ BLOCK = 1024  # numbers to convert at once, so that they stay in the L1 cache
 
 
 def add(sums: Any, changed: Any, first: Any, bits: Any, numbers: Any, weight: Any) -> None:
-    """Add numbers times a weight to the sums, and mark the bits that differ from `first`."""
+    """Add numbers times a weight to the sums, and mark those whose bits are not `first`."""
     for i in range(len(sums)):
         sums[i] += numbers[i] * weight
-        changed[i] |= bits[i] ^ first[i]
+        changed[i] |= bits[i] != first[i]
 
 
 def add_bfloat16(sums: Any, changed: Any, first: Any, bits: Any, weight: Any) -> None:

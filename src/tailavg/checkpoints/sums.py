@@ -28,16 +28,16 @@ class Mean:
     def __init__(self, size: int, loops: SimpleNamespace | None) -> None:
         self._loops = loops
         self._sums, self._terms = np.empty(size), np.empty(size)
-        self._first, self._changed = np.empty(8 * size, np.uint8), np.empty(8 * size, np.uint8)
+        self._first, self._changed = np.empty(8 * size, np.uint8), np.empty(size, bool)
         self._started = False
 
     def add(self, piece: Piece, weight: float) -> None:
         """Add a piece with a weight that is not 0."""
         bits, sums, terms = _bits(piece), self._sums[: len(piece)], self._terms[: len(piece)]
-        first, changed = (x[: bits.nbytes].view(bits.dtype) for x in (self._first, self._changed))
+        first, changed = self._first.view(bits.dtype)[: len(bits)], self._changed[: len(bits)]
         if not self._started:
             self._started = True
-            first[:], changed[:], sums[:] = bits, 0, -0.0  # -0.0 + x is x, also for -0.0
+            first[:], changed[:], sums[:] = bits, False, -0.0  # -0.0 + x is x, also for -0.0
         if self._loops is not None and piece.dtype.name in ("float64", "float32"):
             self._loops.add(sums, changed, first, bits, piece, weight)
         elif self._loops is not None and piece.dtype.name == "bfloat16":
@@ -46,16 +46,15 @@ class Mean:
             terms[:] = piece
             terms *= weight
             sums += terms
-            differences = np.bitwise_xor(bits, first, out=terms.view(bits.dtype)[: len(bits)])
-            changed |= differences
+            changed |= np.not_equal(bits, first, out=terms.view(bool)[: len(bits)])
 
     def round_into(self, out: Piece, dtype: np.dtype[Any]) -> None:
         """Round the mean of pieces of a dtype into `out`, and reset it."""
         self._started = False
         sums, first = self._sums[: len(out)], self._first.view(dtype)[: len(out)]
-        changed = self._changed.view(_bits(first).dtype)[: len(out)]
+        changed = self._changed[: len(out)]
         if out.dtype != dtype:
-            np.copyto(sums, first, where=changed == 0)
+            np.copyto(sums, first, where=~changed)
         if self._loops is not None and out.dtype.name == "bfloat16":
             self._loops.round_bfloat16(sums, _bits(out))
         else:
@@ -65,7 +64,7 @@ class Mean:
         if self._loops is not None:
             self._loops.keep_unchanged(_bits(out), changed, _bits(first))
         else:
-            np.copyto(_bits(out), _bits(first), where=changed == 0)
+            np.copyto(_bits(out), _bits(first), where=~changed)
 
 
 def _round(numbers: Piece, out: Piece) -> None:
