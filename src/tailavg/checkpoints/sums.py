@@ -87,7 +87,7 @@ def _round(numbers: Piece, out: Piece) -> None:
         bits = single.view(np.uint32)
         wrong = np.flatnonzero((bits & (2 * step - 1) == 0) & (single != block))
         farther = np.abs(block[wrong]) > np.abs(single[wrong])
-        bits[wrong] += np.where(farther, np.uint32(step), np.uint32(-step % 2**32))
+        bits[wrong] = np.where(farther, bits[wrong] + step, bits[wrong] - step)
         out[start : start + BLOCK] = single
 
 
