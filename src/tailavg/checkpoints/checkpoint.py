@@ -42,8 +42,8 @@ _COMPLEX = {"complex128": "float64", "complex64": "float32", "complex32": "float
 REAL_DTYPES: Mapping[str, str] = {name: name for name in (*_FLOATS, *_FLOATS_8)} | _COMPLEX
 """The dtypes that are averaged, each with the dtype of its real and imaginary parts."""
 
-PIECE = 2**17
-"""The numbers in a piece: enough that threads rarely wait for the GIL."""
+PIECE = 2**18
+"""The numbers in a piece: enough that threads rarely wait for the GIL or for each other."""
 
 NO_NUMBERS = np.dtype(np.uint8)
 
@@ -95,8 +95,7 @@ class Checkpoint(ABC):
     kind: ClassVar[str] = "a file"
     """The name of the format in messages."""
     threads: ClassVar[int] = 2
-    """The number of threads that read and average. With two, one computes while the other reads;
-    more would wait for the GIL."""
+    """The number of threads that read and average. With two, one computes while the other reads."""
     left_out: int = 0
     """How many items the output lacks, since they belong to an optimizer."""
     path: Path

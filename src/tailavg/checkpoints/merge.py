@@ -13,8 +13,9 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from itertools import islice, pairwise
+from itertools import cycle, islice, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -28,9 +29,10 @@ from tailavg.checkpoints.checkpoint import (
     Tensor,
 )
 from tailavg.checkpoints.folders import Folder, open_file
+from tailavg.checkpoints.loops import merge_loops
 from tailavg.checkpoints.processes import ALONE, Group
 from tailavg.checkpoints.runs import unfinished
-from tailavg.checkpoints.sums import Mean, widened
+from tailavg.checkpoints.sums import Mean
 from tailavg.checkpoints.weights import Weighing, weights
 from tailavg.core.windows import Reals
 
@@ -145,11 +147,17 @@ class Merge:
         progress: Progress | None,
     ) -> Averages:
         """Yield the averages of each piece, one per weight in `terms`."""
-        tensors = self.newest.tensors
+        tensors, threads, outputs = self.newest.tensors, self.newest.threads, len(terms[0][1])
         largest = max((stop - start for _, start, stop in _pieces(tensors)), default=0)
-        memory = _Memory(largest, len(terms[0][1]))
-        submitted = (pool.submit(self._means, terms, *p, memory) for p in _pieces(tensors))
-        futures = deque(islice(submitted, 1 + self.newest.threads))
+        loops = merge_loops(outputs * len(terms) * sum(t.numbers for t in tensors.values()))
+        memory = _Memory(largest, outputs, loops)
+        # one piece is written while each thread computes one, and one more waits
+        outs = cycle([np.empty((outputs, 8 * largest), np.uint8) for _ in range(threads + 2)])
+        submitted = (
+            pool.submit(self._means, terms, *piece, memory, out)
+            for piece, out in zip(_pieces(tensors), outs, strict=False)
+        )
+        futures = deque(islice(submitted, 1 + threads))
         done, total = 0, sum(t.numbers * t.number_dtype.itemsize for t in tensors.values())
         for key, start, stop in _pieces(tensors):
             means = futures.popleft().result()
@@ -160,27 +168,36 @@ class Merge:
             yield means
 
     def _means(
-        self, terms: Sequence[Term], key: Hashable, start: int, stop: int, memory: _Memory
+        self,
+        terms: Sequence[Term],
+        key: Hashable,
+        start: int,
+        stop: int,
+        memory: _Memory,
+        out: Piece,
     ) -> list[Piece]:
-        """Return the averages of a piece, one per output."""
+        """Return the averages of a piece, one per output, in the memory `out`."""
         tensor = self.newest.tensors[key]
         piece = memory.piece[: (stop - start) * tensor.number_dtype.itemsize]
+        size = (stop - start) * tensor.mean_dtype.itemsize
+        averages = [row[:size].view(tensor.mean_dtype) for row in out]
         with np.errstate(all="ignore"):  # the mean of infinities may be NaN
             for checkpoint, row in reversed(terms):
                 checkpoint.read(key, start, stop, piece)
-                numbers = widened(piece.view(tensor.number_dtype))
                 for mean, weight in zip(memory.means, row, strict=True):
                     if weight:
-                        mean.add(piece.view(tensor.number_dtype), numbers, weight)
-            return [mean.rounded(tensor.mean_dtype) for mean in memory.means]
+                        mean.add(piece.view(tensor.number_dtype), weight)
+            for mean, average in zip(memory.means, averages, strict=True):
+                mean.round_into(average, tensor.number_dtype)
+        return averages
 
 
 class _Memory(threading.local):
     """The buffers of a thread, reused since allocating them would take as long as the sums."""
 
-    def __init__(self, size: int, outputs: int) -> None:
+    def __init__(self, size: int, outputs: int, loops: SimpleNamespace | None) -> None:
         self.piece = np.empty(8 * size, np.uint8)
-        self.means = [Mean(size) for _ in range(outputs)]
+        self.means = [Mean(size, loops) for _ in range(outputs)]
 
 
 def _open(path: Path) -> Checkpoint:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
 from types import FunctionType, SimpleNamespace
@@ -31,7 +32,7 @@ from tailavg.core.equation import weights
 from tailavg.core.windows import TIE, Fixed, Window
 from tailavg.numpy.arithmetic import MEAN, NOISE, STD
 
-__all__ = ["LONG", "SHORT", "installed", "kernel", "window_numbers"]
+__all__ = ["LONG", "SHORT", "compiled", "installed", "kernel", "window_numbers"]
 
 LONG = 20_000
 """From this many numbers on, numba saves more time than its import takes, half a second."""
@@ -860,21 +861,36 @@ def kernel(numbers: int, groups: int = 1, *, same_bits: bool = False) -> SimpleN
 
 @lru_cache
 def _compiled() -> SimpleNamespace | None:
-    """Compile the loops, each when it is first called, or read them from numba's cache on disk.
+    """Compile the loops of this file.
 
     numba renews the cache only when this file changes: after a change of `tailavg.core.equation`,
     change this file, too.
     """
+    return compiled(_LOOPS, globals())
+
+
+def compiled(
+    loops: Sequence[Any], names: Mapping[str, Any], **options: Any
+) -> SimpleNamespace | None:
+    """Return compiled loops by name, or None if numba cannot be imported.
+
+    Each is compiled when it is first called, or read from numba's cache on disk.
+
+    Args:
+        loops: Functions of one file.
+        names: The globals of that file.
+        **options: Options of `numba.njit`.
+    """
     try:
         from numba import njit
     except ImportError as error:  # for example, numba does not support this NumPy
-        warnings.warn(f"numba cannot be imported, so scans are slower: {error}", stacklevel=3)
+        warnings.warn(f"numba cannot be imported, so loops are slower: {error}", stacklevel=4)
         return None
-    names = dict(globals())  # the compiled loops find each other here, by the same names
-    for loop in _LOOPS:
+    names = dict(names)  # the compiled loops find each other here, by the same names
+    for loop in loops:
         copy = FunctionType(loop.__code__, names, loop.__name__)
         try:
-            names[loop.__name__] = njit(cache=True, error_model="numpy")(copy)
+            names[loop.__name__] = njit(cache=True, error_model="numpy", **options)(copy)
         except RuntimeError:  # there is no writable folder for a cache
-            names[loop.__name__] = njit(error_model="numpy")(copy)
-    return SimpleNamespace(**{loop.__name__: names[loop.__name__] for loop in _LOOPS})
+            names[loop.__name__] = njit(error_model="numpy", **options)(copy)
+    return SimpleNamespace(**{loop.__name__: names[loop.__name__] for loop in loops})
