@@ -1,10 +1,11 @@
 """The core against its peers: `make bench`.
 
-    python benchmarks/core.py [--rounds 7]
+    python benchmarks/core.py [core] [std] [--rounds 7]
 
 Every group is one interleaved run: its candidates take turns, and the best round of each counts.
 Ratios are to the first row of the group, a peer; smaller is faster. The rows go to
-results/core.csv, and as a table to results/core.md for the documentation.
+results/core.csv, and as a table to results/core.md for the documentation; those about standard
+deviations go to results/std.csv and std.md. The variable NUMBERS sets another length of streams.
 """
 
 import argparse
@@ -38,8 +39,8 @@ from tailavg.numpy import kernel
 
 RESULTS = Path(__file__).parent / "results"
 SCALARS = np.random.default_rng(0).random(100_000).tolist()
-LONG = np.random.default_rng(1).random(10**7)
-MATRIX = LONG.reshape(10**5, 100)
+LONG = np.random.default_rng(1).random(int(os.environ.get("NUMBERS", 10**7)))
+MATRIX = LONG.reshape(-1, 100)
 Candidate = tuple[str, Callable[[], object], int]  # name, what is timed, items it handles
 
 
@@ -60,10 +61,10 @@ class DequeMean:
         return self.sum / len(self.window)
 
 
-def rolling(k: int) -> utils.Rolling:
+def rolling(k: int, kind: type = stats.Mean) -> utils.Rolling:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it warns that it will take a class in future
-        return utils.Rolling(stats.Mean(), k)
+        return utils.Rolling(kind(), k)
 
 
 def own(run: FunctionType) -> FunctionType:
@@ -204,6 +205,68 @@ def scans() -> dict[str, list[Candidate]]:
     return found
 
 
+K = 1000
+RULES = {
+    "k = 1,000": AnytimeWindow(K),
+    "c = 0.25": AnytimeWindow(0.25),
+    "exponential, k = 1,000": Exponential(K),
+}
+
+
+def rolling_stds(xs: list[float]) -> list[float]:
+    """What river's Rolling(Var) gives after each number."""
+    variance, found = rolling(K, stats.Var), []
+    for x in xs:
+        variance.update(x)
+        found.append(variance.get())
+    return np.sqrt(found).tolist()
+
+
+def stds_of(rule: Rule) -> Callable[[np.ndarray], np.ndarray]:
+    return lambda xs: TailAverage(rule, variance=True).scan(xs, of="std")
+
+
+STDS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "pandas rolling.std": lambda xs: pd.Series(xs).rolling(K).std().to_numpy(),
+    "polars rolling_std": lambda xs: pl.Series(xs).rolling_std(K).to_numpy(),
+    "bottleneck move_std": lambda xs: bottleneck.move_std(xs, K, ddof=1),
+    "numbagg move_std": lambda xs: numbagg.move_std(xs, window=K),
+    "river Rolling(Var)": lambda xs: np.array(rolling_stds(xs.tolist())),
+    **{f"tailavg, {name}": stds_of(rule) for name, rule in RULES.items()},
+    "tailavg, exact window": stds_of(ExactWindow(K)),
+}
+"""By name, the standard deviation of the last K numbers after each number."""
+
+
+def std_groups() -> dict[str, list[Candidate]]:
+    """The standard deviation after each sample, and for comparison our averages."""
+    river, few = "river Rolling(Var)", LONG[: len(SCALARS)]
+    stds = {name: run for name, run in STDS.items() if name != river}
+    return {
+        f"standard deviation, {len(LONG):,} numbers, k = 1,000": [
+            *(over(name, lambda run=run: run(LONG)) for name, run in stds.items()),
+            (f"{river}, {len(few):,} numbers", lambda: STDS[river](few), len(few)),
+            *(scan(f"tailavg, the average, {name}", rule) for name, rule in RULES.items()),
+        ]
+    }
+
+
+def std_errors() -> dict[str, float]:
+    """The largest relative errors of 1,000 standard deviations after a 1e16 has left the window.
+
+    They are relative to those of the same stream with an ordinary number in its place.
+    """
+    xs = LONG[:10_000].copy()
+    huge = xs.copy()
+    huge[4000] = 1e16
+    windows = {name: run for name, run in STDS.items() if "exponential" not in name}
+    with np.errstate(invalid="ignore"):  # the square root of a negative variance
+        return {
+            name: float(np.abs(run(huge)[-1000:] / run(xs)[-1000:] - 1).max())
+            for name, run in windows.items()
+        }
+
+
 FIRST = """
 import time, sys
 import numpy as np
@@ -317,12 +380,13 @@ def errors_after_a_huge_sample() -> dict[str, float]:
     return {name: abs(float(value) / truth - 1) for name, value in values.items()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7, help="rounds of each group (%(default)s)")
-    rounds = parser.parse_args().rounds
-    rows = []
-    for group, candidates in groups().items():
+Row = list[object]
+
+
+def timed(groups: dict[str, list[Candidate]], rounds: int) -> list[Row]:
+    """The best time of each candidate, and its ratio to the first of its group."""
+    rows: list[Row] = []
+    for group, candidates in groups.items():
         best = dict.fromkeys((name for name, _, _ in candidates), float("inf"))
         for _ in range(rounds):
             for name, run, items in candidates:
@@ -333,6 +397,11 @@ def main() -> None:
         for name, took in best.items():
             rows.append([group, name, f"{took:.4g}", f"{took / best[peer]:.3g}"])
             print(f"{group:32} {name:32} {took:12.4g} ns  {took / best[peer]:6.3g} × {peer}")
+    return rows
+
+
+def core_rows(rounds: int) -> list[Row]:
+    rows = timed(groups(), rounds)
     for name, seconds in first_scans():
         rows.append(["seconds for the first scan", name, f"{seconds:.2f}", ""])
         print(*rows[-1])
@@ -344,8 +413,33 @@ def main() -> None:
     for name, error in errors_after_a_huge_sample().items():
         rows.append(["relative error, long after a 1e16", name, f"{error:.1e}", ""])
         print(*rows[-1])
+    return rows
+
+
+def std_rows(rounds: int) -> list[Row]:
+    rows = timed(std_groups(), rounds)
+    for name, error in std_errors().items():
+        rows.append(["largest relative error after a 1e16 has left", name, f"{error:.1e}", ""])
+        print(*rows[-1])
+    return rows
+
+
+TABLES = {"core": core_rows, "std": std_rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("tables", nargs="*", help="core, std; by default both")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds of each group (%(default)s)")
+    arguments = parser.parse_args()
+    for name in arguments.tables or TABLES:
+        keep(name, TABLES[name](arguments.rounds), arguments.rounds)
+
+
+def keep(name: str, rows: list[Row], rounds: int) -> None:
+    """Write rows to the files of a table."""
     RESULTS.mkdir(exist_ok=True)
-    with (RESULTS / "core.csv").open("w", newline="") as file:
+    with (RESULTS / f"{name}.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["group", "candidate", "ns each, or as named", "ratio to the first"])
         writer.writerows(rows)
@@ -356,14 +450,14 @@ def main() -> None:
     )
     table = ["| | ns each (or as named) | ratio |", "| --- | ---: | ---: |"]
     seen = ""
-    for group, name, took, ratio in rows:
+    for group, candidate, took, ratio in rows:
         if group != seen:
             table.append(f"| **{group}** | | |")
             seen = group
-        table.append(f"| {name} | {took} | {ratio} |")
+        table.append(f"| {candidate} | {took} | {ratio} |")
     text = f"{versions}; best of {rounds} interleaved rounds.\n\n" + "\n".join(table) + "\n"
-    (RESULTS / "core.md").write_text(text)
-    print(f"\nkept in {RESULTS / 'core.csv'}", file=sys.stderr)
+    (RESULTS / f"{name}.md").write_text(text)
+    print(f"\nkept in {RESULTS / name}.csv", file=sys.stderr)
 
 
 if __name__ == "__main__":

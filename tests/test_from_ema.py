@@ -1,5 +1,6 @@
 """docs/from-ema.md: its programs run, before and after; windows are those of the real classes."""
 
+import math
 import re
 import warnings
 
@@ -254,6 +255,22 @@ def test_what_is_said_of_schedules():
         assert size(weights) / steps == pytest.approx(part, abs=0.01)
     at = [(1 + steps) ** (-2 / 3) for steps in (990_000, 1_000_000)]  # 1 - decay
     assert at[0] > 1e-4 > at[1]
+
+    for half_life in (0.01, 0.05, 0.2, 0.5):  # of torchtitan
+        fraction = 1 - (1 - half_life / math.log(2)) ** 2
+        back = fraction * math.log(2) / (1 + math.sqrt(1 - fraction))
+        assert back == pytest.approx(half_life)
+        steps = 10_000
+        ours = TailAverage(Exponential(fraction))
+        ours.update_many(np.zeros(steps))
+        theirs = warmed(lambda t, h=half_life: 2 ** (-1 / (h * (t + 1))), steps)
+        assert np.abs(theirs - ours.weights()).sum() < 1e-4  # of 2
+        assert size(theirs) / steps == pytest.approx(fraction, rel=1e-4)
+        # at this decay, a weight halves in the fraction h of the steps
+        halves = 0.5 ** (1 / (half_life * steps))
+        assert Exponential(fraction).decay(steps) == pytest.approx(halves, abs=1e-6)
+    assert "Exponential(0.139)" in page
+    assert 1 - (1 - 0.05 / math.log(2)) ** 2 == pytest.approx(0.139, abs=1e-4)
 
     def capped(t, highest=0.999):
         return min(highest, (1 + t) / (10 + t))

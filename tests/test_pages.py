@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.effort import exhaustive
 from tests.support.paths import DOCS
 from tests.support.processes import run
-from tests.support.programs import Program, blocks, run_fresh
+from tests.support.programs import Program, blocks, example, run_fresh
 
 TABS = {
     re.search(r'=== "(.*)"', block.before)[1]: block
@@ -68,9 +69,43 @@ def test_the_freshest_weights():
     assert run(sys.executable, "-c", program).stdout == said
 
 
+def test_samples_around_an_average():
+    (program,) = [
+        block.text
+        for block in blocks("torch.md")
+        if block.language == "python" and "sample_parameters" in block.text
+    ]
+    variance, prediction = run(sys.executable, "-c", program).stdout.splitlines()
+    assert re.fullmatch(r"tensor\(\[0\.0\d+, 0\.0\d+\]\)", variance)
+    first, second = map(float, re.findall(r"0\.\d+", prediction))
+    assert first + second == pytest.approx(1, abs=1e-3)
+    assert second > 0.9
+
+
+@exhaustive("trains five networks")
+def test_what_is_said_of_samples_on_digits():
+    page, printed = (DOCS / "torch.md").read_text(), example("swag_digits.py")
+    said = re.findall(r"^\| ([^|]*) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", page, re.MULTILINE)
+    rows = re.findall(r"^\S.*?\s{2,}([\d.]+)\s+([\d.]+)\s+([\d.]+)$", printed, re.MULTILINE)
+    assert len(rows) == 3
+    for (_, *numbers), row in zip(said, rows, strict=True):
+        # other processors round differently, and training amplifies it
+        np.testing.assert_allclose(list(map(float, numbers)), list(map(float, row)), rtol=0.1)
+
+
+def test_standard_deviations_of_streams():
+    printed = blocks("streams.md")
+    said = [block.text for block in printed if block.language == "text"]
+    programs = [b.text for b in printed if b.language == "python" and ">>>" not in b.text]
+    assert [run(sys.executable, "-c", program).stdout for program in programs] == said
+    assert len(said) == 3
+
+
 def test_checkpoints_in_python(tmp_path):
     (program,) = [block.text for block in blocks("checkpoints.md") if block.language == "python"]
-    assert run(sys.executable, "-c", program, cwd=tmp_path).stdout == "[7.5 7.5]\n"
+    assert (
+        run(sys.executable, "-c", program, cwd=tmp_path).stdout == "[7.5 7.5]\nweight [7.5 7.5]\n"
+    )
     assert (tmp_path / "averaged.safetensors").exists()
 
 

@@ -130,6 +130,21 @@ def test_every_tail_without_ema_pytorch(tmp_path, monkeypatch):
     assert "post-hoc EMA" not in picture.read_text()
 
 
+def test_swag_digits():
+    options = ("--epochs", 4, "--seeds", 1, "--samples", 5)
+    printed = example("swag_digits.py", *options)
+    rows = table(printed, " ")
+    assert list(rows) == ["last iterate", "tail average", "5 samples"]
+    for nll, error, accuracy in rows.values():
+        assert 0 < nll < 1
+        assert 0 < error < 20
+        assert 80 < accuracy <= 100
+    for name, column in (("NLL", 0), ("ECE", 1)):
+        (winner,) = re.findall(rf"^The lowest {name}: (.*)$", printed, re.MULTILINE)
+        assert rows[winner][column] == min(row[column] for row in rows.values())
+    assert example("swag_digits.py", *options) == printed
+
+
 def losses_in(path):
     with path.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))

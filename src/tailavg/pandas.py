@@ -1,7 +1,8 @@
-"""Tail averages of pandas objects, after each row.
+"""Tail averages of pandas objects, and standard deviations and variances, after each row.
 
 df["smooth"] = tail_mean(df["loss"], 0.25)          # the last quarter of the rows so far
 tail_mean(df, Exponential(100), by="run")           # of each run, and each column
+tail_std(df["loss"], 0.25)                          # the standard deviation of these rows
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ with needs("pandas"):
 from tailavg.core.readings import Reading
 from tailavg.core.rules import Rule
 from tailavg.core.windows import AnyWindow
-from tailavg.numpy.arithmetic import Array
+from tailavg.numpy.arithmetic import MEAN, Array, Statistic
 from tailavg.numpy.average import NanPolicy
 from tailavg.numpy.keyed import TailAverages, averages_for, keys_of_column
 
-__all__ = ["tail_mean"]
+__all__ = ["tail_mean", "tail_std", "tail_var"]
 
 _MASKED = (pd.arrays.FloatingArray, pd.arrays.IntegerArray, pd.arrays.BooleanArray)
 
@@ -93,7 +94,101 @@ def tail_mean(
         2   3.0
         3   1.5
     """
-    averages, keep = averages_for(rule, window, nan_policy, state), state is not None
+    return _scan(
+        Statistic(),
+        data,
+        rule,
+        window=window,
+        by=by,
+        nan_policy=nan_policy,
+        state=state,
+        numeric_only=numeric_only,
+    )
+
+
+@overload
+def tail_std(
+    data: pd.Series | SeriesGroupBy,
+    rule: AnyWindow | Rule,
+    *,
+    ddof: int = 1,
+    **options: Unpack[_Options],
+) -> pd.Series: ...
+@overload
+def tail_std(  # type: ignore[overload-cannot-match]
+    data: pd.DataFrame | DataFrameGroupBy,
+    rule: AnyWindow | Rule,
+    *,
+    ddof: int = 1,
+    **options: Unpack[_Options],
+) -> pd.DataFrame: ...
+def tail_std(
+    data: Any, rule: AnyWindow | Rule, *, ddof: int = 1, **options: Unpack[_Options]
+) -> Any:
+    """Return the standard deviation of the samples of the tail average, after each row.
+
+    The samples have the weights α that they have in `tail_mean`: see `TailAverage.variance`. As in
+    `rolling().std()` of pandas, the result is missing while the window has one sample.
+
+    Args:
+        data: As for `tail_mean`.
+        rule: As for `tail_mean`.
+        ddof: 1 divides the variance by 1 - Σ α², so that it is unbiased for independent samples; 0
+            does not.
+        options: `window`, `by`, `nan_policy`, `state` and `numeric_only`, as for `tail_mean`. A
+            `state` needs `TailAverages(..., variance=True)`.
+
+    Examples:
+        >>> tail_std(pd.Series([1.0, 3.0, 3.0, 7.0]), 2, ddof=0).tolist()
+        [0.0, 1.0, 0.0, 2.0]
+    """
+    return _scan(Statistic.named("std", ddof), data, rule, **options)
+
+
+@overload
+def tail_var(
+    data: pd.Series | SeriesGroupBy,
+    rule: AnyWindow | Rule,
+    *,
+    ddof: int = 1,
+    **options: Unpack[_Options],
+) -> pd.Series: ...
+@overload
+def tail_var(  # type: ignore[overload-cannot-match]
+    data: pd.DataFrame | DataFrameGroupBy,
+    rule: AnyWindow | Rule,
+    *,
+    ddof: int = 1,
+    **options: Unpack[_Options],
+) -> pd.DataFrame: ...
+def tail_var(
+    data: Any, rule: AnyWindow | Rule, *, ddof: int = 1, **options: Unpack[_Options]
+) -> Any:
+    """Return the variance of the samples of the tail average, after each row.
+
+    This is the square of `tail_std`, with the same arguments.
+
+    Examples:
+        >>> tail_var(pd.Series([1.0, 3.0, 3.0, 7.0]), 2).tolist()
+        [nan, 2.0, 0.0, 8.0]
+    """
+    return _scan(Statistic.named("variance", ddof), data, rule, **options)
+
+
+def _scan(
+    statistic: Statistic,
+    data: Any,
+    rule: AnyWindow | Rule,
+    *,
+    window: Reading | None = None,
+    by: Any = None,
+    nan_policy: NanPolicy = "omit",
+    state: TailAverages | None = None,
+    numeric_only: bool = False,
+) -> Any:
+    """Return a statistic after each row. The arguments are those of `tail_mean`."""
+    variance, keep = statistic.of != MEAN, state is not None
+    averages = averages_for(rule, window, nan_policy, state, variance=variance)
     groups = None
     if isinstance(data, SeriesGroupBy | DataFrameGroupBy):
         if by is not None:
@@ -128,7 +223,7 @@ def tail_mean(
         (codes, keys_of_column(column.name, keys, is_frame and keep), _numbers(column))
         for column in columns
     ]
-    scanned = averages.scan_parts(parts, [window], keep=keep)
+    scanned = averages.scan_parts(parts, [window], keep=keep, statistic=statistic)
     results = [_like(column, values[0]) for column, values in zip(columns, scanned, strict=True)]
     if not is_frame:
         return pd.Series(results[0], index=data.index, name=data.name, copy=False)

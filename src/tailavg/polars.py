@@ -1,14 +1,16 @@
-"""Tail averages of polars expressions, Series and DataFrames, after each row.
+"""Tail averages of polars expressions, Series and DataFrames, and standard deviations and
+variances, after each row.
 
 df.with_columns(tail_mean(pl.col("loss"), 0.25))            # the last quarter of the rows so far
 df.with_columns(pl.col("loss").pipe(tail_mean, 0.25).over("run"))
 df.with_columns(tail_mean(pl.col("loss"), 0.25, by="run"))  # the same, and faster
+df.with_columns(tail_std(pl.col("loss"), 0.25).alias("std"))
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import numpy as np
 
@@ -20,13 +22,20 @@ with needs("polars"):
 from tailavg.core.readings import Reading
 from tailavg.core.rules import Rule
 from tailavg.core.windows import AnyWindow
-from tailavg.numpy.arithmetic import Array
+from tailavg.numpy.arithmetic import MEAN, Array, Statistic
 from tailavg.numpy.average import NanPolicy, has_nan
 from tailavg.numpy.keyed import TailAverages, averages_for, keys_of_column
 
-__all__ = ["tail_mean"]
+__all__ = ["tail_mean", "tail_std", "tail_var"]
 
 Data = TypeVar("Data", pl.Expr, pl.Series, pl.DataFrame)
+
+
+class _Options(TypedDict, total=False):
+    window: Reading | None
+    by: Any
+    nan_policy: NanPolicy
+    state: TailAverages | None
 
 
 def tail_mean(
@@ -65,33 +74,95 @@ def tail_mean(
         >>> tail_mean(df["loss"], 2).to_list()
         [4.0, 6.5, 5.5, 1.5]
     """
-    averages, keep = averages_for(rule, window, nan_policy, state), state is not None
+    options: _Options = {"window": window, "by": by, "nan_policy": nan_policy, "state": state}
+    return _read(Statistic(), data, rule, **options)
+
+
+def tail_std(
+    data: Data, rule: AnyWindow | Rule, *, ddof: int = 1, **options: Unpack[_Options]
+) -> Data:
+    """Return the standard deviation of the samples of the tail average, after each row.
+
+    The samples have the weights α that they have in `tail_mean`: see `TailAverage.variance`. As in
+    `rolling_std` of polars, the result is null while the window has one sample (NaN with
+    `nan_policy="propagate"`).
+
+    Args:
+        data: As for `tail_mean`.
+        rule: As for `tail_mean`.
+        ddof: 1 divides the variance by 1 - Σ α², so that it is unbiased for independent samples; 0
+            does not.
+        options: `window`, `by`, `nan_policy` and `state`, as for `tail_mean`. A `state` needs
+            `TailAverages(..., variance=True)`.
+
+    Examples:
+        >>> tail_std(pl.Series([1.0, 3.0, 3.0, 7.0]), 2, ddof=0).to_list()
+        [0.0, 1.0, 0.0, 2.0]
+    """
+    return _read(Statistic.named("std", ddof), data, rule, **options)
+
+
+def tail_var(
+    data: Data, rule: AnyWindow | Rule, *, ddof: int = 1, **options: Unpack[_Options]
+) -> Data:
+    """Return the variance of the samples of the tail average, after each row.
+
+    This is the square of `tail_std`, with the same arguments.
+
+    Examples:
+        >>> tail_var(pl.Series([1.0, 3.0, 3.0, 7.0]), 2).to_list()
+        [None, 2.0, 0.0, 8.0]
+    """
+    return _read(Statistic.named("variance", ddof), data, rule, **options)
+
+
+def _read(
+    statistic: Statistic,
+    data: Data,
+    rule: AnyWindow | Rule,
+    *,
+    window: Reading | None = None,
+    by: Any = None,
+    nan_policy: NanPolicy = "omit",
+    state: TailAverages | None = None,
+) -> Data:
+    """Return a statistic after each row. The arguments are those of `tail_mean`."""
+    variance, keep = statistic.of != MEAN, state is not None
+    averages = averages_for(rule, window, nan_policy, state, variance=variance)
+    read = averages, window, statistic
     if isinstance(data, pl.Expr):
         if keep:
             raise TypeError(
                 "state: an expression takes no state, since polars may run it at any time and more "
                 "than once; pass a Series or a DataFrame"
             )
-        return _expression(data, averages, window, by)
+        return _expression(data, by, *read)
     if isinstance(data, pl.Series):
         if isinstance(by, str | pl.Expr):
             raise TypeError(f"by: expected a Series or a list of Series, got {by!r}")
         is_list = isinstance(by, list | tuple) and all(isinstance(key, pl.Series) for key in by)
         keys = [] if by is None else [pl.Series(key) for key in (by if is_list else [by])]
-        return _scan([data], averages, window, _unnamed(keys), keep=keep)[0]
+        return _scan([data], _unnamed(keys), *read, keep=keep)[0]
     if isinstance(data, pl.DataFrame):
         keyed = pl.DataFrame() if by is None else data.select(by)
         columns = [column for column in data if column.name not in keyed.columns]
-        return data.with_columns(_scan(columns, averages, window, keyed, keep=keep, name_keys=True))
+        return data.with_columns(_scan(columns, keyed, *read, keep=keep, name_keys=True))
     raise TypeError(
         f"data: expected an expression, a Series or a DataFrame, got {type(data).__name__}"
         + ("; pass an expression to its with_columns" if isinstance(data, pl.LazyFrame) else "")
     )
 
 
-def _expression(data: pl.Expr, averages: TailAverages, window: Reading | None, by: Any) -> pl.Expr:
+def _expression(
+    data: pl.Expr,
+    by: Any,
+    averages: TailAverages,
+    window: Reading | None,
+    statistic: Statistic,
+) -> pl.Expr:
     def scan(columns: Sequence[pl.Series]) -> pl.Series:
-        return _scan(columns[:1], averages, window, _unnamed(columns[1:]), keep=False)[0]
+        keys = _unnamed(columns[1:])
+        return _scan(columns[:1], keys, averages, window, statistic, keep=False)[0]
 
     # dividing by 1 turns integers into floats and keeps Float32, so polars knows the dtype early
     dtype = pl.self_dtype()
@@ -104,14 +175,15 @@ def _expression(data: pl.Expr, averages: TailAverages, window: Reading | None, b
 
 def _scan(
     columns: Sequence[pl.Series],
+    by: pl.DataFrame,
     averages: TailAverages,
     window: Reading | None,
-    by: pl.DataFrame,
+    statistic: Statistic,
     *,
     keep: bool,
     name_keys: bool = False,
 ) -> list[pl.Series]:
-    """Return the averages of columns, grouped by the columns of `by` if it has any.
+    """Return a statistic of columns, grouped by the columns of `by` if it has any.
 
     With `name_keys`, the keys of the state are (column, key).
     """
@@ -127,9 +199,9 @@ def _scan(
         floats = column if column.dtype.is_float() else column.cast(pl.Float64)
         parts.append((codes, names, floats.to_numpy()))  # with NaN for null
     results = []
-    scanned = averages.scan_parts(parts, [window], keep=keep)
+    scanned = averages.scan_parts(parts, [window], keep=keep, statistic=statistic)
     for column, (values,) in zip(columns, scanned, strict=True):
-        # rows before the first sample have no average: without groups, these come first
+        # rows before the first sample (the second, for ddof=1) come first, if there are no groups
         nulls = averages.nan_policy == "omit" and has_nan(values if by.width else values[:1])
         result = pl.Series(column.name, values, nan_to_null=nulls)
         results.append(result.cast(column.dtype) if column.dtype.is_float() else result)

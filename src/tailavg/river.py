@@ -1,6 +1,7 @@
-"""Tail averages in river: a statistic of a stream, and the weights that an optimizer produces.
+"""Tail averages in river: statistics of a stream, and the weights that an optimizer produces.
 
 TailMean(0.25)                                      # the mean of the last quarter of a stream
+TailVar(0.25)                                       # its variance
 TailAverager(optim.SGD(0.01), 0.25)                 # a model with the average of its last weights
 """
 
@@ -10,7 +11,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from numbers import Real
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -23,13 +24,75 @@ with needs("river"):
 from tailavg.core.rules import AnyTail, Rule
 from tailavg.core.windows import AnyWindow
 from tailavg.numpy import TailAverage
+from tailavg.numpy.arithmetic import Statistic
 
-__all__ = ["TailAverager", "TailMean"]
+__all__ = ["TailAverager", "TailMean", "TailVar"]
 
 _NUMBERS = (int, float, Real, np.bool_)  # the usual ones first, as Real takes long
 
 
-class TailMean(stats.base.RollingUnivariate):
+class _TailStatistic(stats.base.RollingUnivariate):
+    """What `TailMean` and `TailVar` share: a `TailAverage`, its samples and its state."""
+
+    _needs_variance: ClassVar[bool]
+
+    def __init__(self, rule: AnyWindow | Rule) -> None:
+        self.rule = rule
+        self._average = _average(rule, variance=self._needs_variance)
+
+    def update(self, x: float) -> None:
+        """Take one sample."""
+        self._average.update(x if x.__class__ is float else _number(x))
+
+    @property
+    def window_size(self) -> int:
+        """The number of samples in the window; with a fraction, it grows."""
+        return math.ceil(self._average.size)
+
+    @property
+    def name(self) -> str:
+        """A name that stays the same as the window grows: `tailmean_100`, `tailvar_0.25`."""
+        fields = re.sub(r"\w+=", "", str(self.rule))
+        return "_".join([self.__class__.__name__, *re.findall(r"[\w.]+", fields)]).lower()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, which `TailAverage` reads too."""
+        return self._average.state_dict()
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any], **options: Any) -> Self:
+        """Return a statistic that resumes from a state of numbers, of river or a `TailAverage`.
+
+        The options are those of the class, without the rule: `ddof` of a `TailVar`, which needs the
+        state of a `TailAverage` with `variance=True`.
+
+        Examples:
+            >>> average = TailAverage(100)
+            >>> average.update_many(range(1000))
+            >>> TailMean.from_state_dict(average.state_dict())
+            TailMean: 949.5
+        """
+        average = TailAverage.from_state_dict(state)
+        statistic = cls(average.rule, **options)
+        if average.count and not isinstance(value := average.value(), float):
+            raise ValueError(
+                f"state: expected an average of real numbers, got {type(value).__name__}s of shape "
+                f"{np.shape(value)}; load it with TailAverage.from_state_dict"
+            )
+        if cls._needs_variance and "variances" not in state:
+            raise ValueError(
+                "state: it was saved without variance=True, so the variance is unknown"
+            )
+        statistic._average = average
+        return statistic
+
+    @classmethod
+    def _unit_test_params(cls) -> Iterator[dict[str, Any]]:
+        yield {"rule": 10}
+        yield {"rule": 0.25}
+
+
+class TailMean(_TailStatistic):
     """The mean of the last samples, or of the last fraction of all samples, in constant memory.
 
     Use it where river takes a statistic, in place of `utils.Rolling(stats.Mean, k)`, which keeps
@@ -56,58 +119,53 @@ class TailMean(stats.base.RollingUnivariate):
         {'temperature_tailmean_2_by_place': 15.0}
     """
 
-    def __init__(self, rule: AnyWindow | Rule) -> None:
-        self.rule = rule
-        self._average = _average(rule)
-
-    def update(self, x: float) -> None:
-        """Take one sample."""
-        self._average.update(x if x.__class__ is float else _number(x))
+    _needs_variance = False
 
     def get(self) -> float:
         """Return the mean; 0 before the first sample."""
         mean: float = self._average.value() if self._average.count else 0.0
         return mean
 
-    @property
-    def window_size(self) -> int:
-        """The number of samples in the window; with a fraction, it grows."""
-        return math.ceil(self._average.size)
 
-    @property
-    def name(self) -> str:
-        """A name that stays the same as the window grows: `tailmean_100`, `tailmean_0.25`."""
-        fields = re.sub(r"\w+=", "", str(self.rule))
-        return "_".join(["tailmean", *re.findall(r"[\w.]+", fields)]).lower()
+class TailVar(_TailStatistic):
+    """The variance of the last samples, or of the last fraction of all samples.
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state, which `TailAverage` reads too."""
-        return self._average.state_dict()
+    Use it where river takes a statistic, in place of `utils.Rolling(stats.Var, k)`, which keeps k
+    samples. Like river's own variance, it is 0 before the second sample.
 
-    @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any]) -> TailMean:
-        """Return a mean that resumes from a state of numbers, of this class or `TailAverage`.
+    Args:
+        rule: As in `TailMean`.
+        ddof: 1 divides by 1 - Σ α², where α are the weights of the samples, so that the variance is
+            unbiased for independent samples; 0 does not. For a window of k samples, this is river's
+            divisor k - ddof.
 
-        Examples:
-            >>> average = TailAverage(100)
-            >>> average.update_many(range(1000))
-            >>> TailMean.from_state_dict(average.state_dict())
-            TailMean: 949.5
-        """
-        average = TailAverage.from_state_dict(state)
-        mean = cls(average.rule)
-        if average.count and not isinstance(value := average.value(), float):
-            raise ValueError(
-                f"state: expected an average of real numbers, got {type(value).__name__}s of shape "
-                f"{np.shape(value)}; load it with TailAverage.from_state_dict"
-            )
-        mean._average = average
-        return mean
+    Examples:
+        >>> variance = TailVar(2)
+        >>> for x in [1, 3, 3, 7]:
+        ...     variance.update(x)
+        >>> variance
+        TailVar: 8.
+    """
+
+    _needs_variance = True
+
+    def __init__(self, rule: AnyWindow | Rule, ddof: int = 1) -> None:
+        Statistic.named("variance", ddof)  # raises unless ddof is 0 or 1
+        super().__init__(rule)
+        self.ddof = ddof
+
+    def get(self) -> float:
+        """Return the variance; 0 while the window has one sample."""
+        average = self._average
+        if not average.count or average.variance(ddof=0) == 0.0:
+            return 0.0
+        variance: float = average.variance(ddof=self.ddof)
+        return variance
 
     @classmethod
     def _unit_test_params(cls) -> Iterator[dict[str, Any]]:
         yield {"rule": 10}
-        yield {"rule": 0.25}
+        yield {"rule": 0.25, "ddof": 0}
 
 
 class TailAverager(optim.base.Optimizer):
@@ -226,13 +284,13 @@ class TailAverager(optim.base.Optimizer):
         yield {"optimizer": optim.SGD(), "rule": 0.25}
 
 
-def _average(rule: AnyWindow | Rule) -> TailAverage:
+def _average(rule: AnyWindow | Rule, variance: bool = False) -> TailAverage:
     if isinstance(rule, AnyTail):
         raise TypeError(
             "rule: AnyTail has no window of its own, and river cannot pass one when it reads; pass "
             "a number, a window or another rule, such as 0.25"
         )
-    return TailAverage(rule)
+    return TailAverage(rule, variance=variance)
 
 
 def _number(x: Any) -> float:

@@ -6,6 +6,7 @@ Functions named `…_rank` run on each process of a group; the tests start them 
 import pickle
 import warnings
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -50,11 +51,11 @@ def state(step):
 
 
 def blank():
-    """What to load into."""
+    """What to load into: without the optimizer, which averages leave out."""
     found = state(0)
     for tensor in found["model"].values():
         tensor.zero_()
-    found["optimizer"]["betas"][0].zero_()
+    del found["optimizer"]
     return found
 
 
@@ -83,8 +84,6 @@ def assert_averaged(path, steps, weights, dtype=None):
         unit = torch.finfo(tensor.dtype).eps
         assert ((tensor.to(wide) - expected).abs() <= 0.71 * unit * expected.abs() + 1e-9).all()
     assert got["step"] == steps[-1]
-    assert got["optimizer"]["lr"] == newest["optimizer"]["lr"]
-    assert got["optimizer"]["betas"][1] == "text"
 
 
 done = partial(commands.done, "checkpoints")
@@ -107,6 +106,89 @@ def test_several_windows_and_other_dtypes(tmp_path):
     done(*paths, *arguments)
     assert_averaged(tmp_path / "averaged-2", [2, 3], [0.5] * 2, torch.float64)
     assert_averaged(tmp_path / "averaged-1.0", [1, 2, 3], [1 / 3] * 3, torch.float64)
+
+
+def test_optimizer_states(tmp_path):
+    """They are left out; patterns that match them average or copy them."""
+    paths = save(tmp_path, [1, 3])
+    name = "optimizer.betas.0"
+    betas = [state(step)["optimizer"]["betas"][0] for step in (1, 3)]
+    for options, note, expected in (
+        ([], "; the optimizer state (3 entries) is left out", None),
+        (["--include", "*"], "", (betas[0].double() + betas[1].double()) / 2),
+        (["--exclude", "optimizer.*"], "", betas[1]),
+    ):
+        output = tmp_path / f"averaged{len(options) and options[0]}"
+        said = done(*paths, "--window", "2", *options, "-o", output)
+        assert said.strip().endswith(f"to {paths[1]}{note}")
+        if expected is None:
+            assert b"betas" not in (output / ".metadata").read_bytes()
+        else:
+            got = {name: torch.zeros(2), "optimizer.lr": 0.0}
+            dcp.load(got, checkpoint_id=output, no_dist=True)
+            torch.testing.assert_close(got[name], expected.float())
+            assert got["optimizer.lr"] == state(3)["optimizer"]["lr"]
+    average_checkpoints(paths, 1.0, include=["model.*"])
+
+
+def test_an_optimizer_may_be_in_some_checkpoints_only(tmp_path):
+    paths = save(tmp_path, [1, 2, 3])
+    model = state(4)
+    del model["optimizer"]
+    dcp.save(model, checkpoint_id=tmp_path / "step-4", no_dist=True)
+    done(*paths, tmp_path / "step-4", "--window", "2", "-o", tmp_path / "averaged")
+    assert_averaged(tmp_path / "averaged", [3, 4], [0.5, 0.5])
+
+
+def test_one_tensor_at_a_time(tmp_path):
+    paths = save(tmp_path)
+    at_once = average_checkpoints(paths, 2)
+    one_by_one = average_checkpoints([str(path) for path in paths], 2, lazy=True)
+    assert next(one_by_one)[0] == "model.brain"
+    one_by_one.close()  # ends the threads
+    pairs = list(average_checkpoints(paths, 2, lazy=True))
+    assert [name for name, _ in pairs] == sorted(at_once)
+    for name, tensor in pairs:
+        assert torch.equal(tensor, at_once[name])
+    with pytest.raises(ValueError, match="lazy"):
+        average_checkpoints(paths, {"averaged": 2}, lazy=True)
+
+
+def test_an_output_inside_a_checkpoint(tmp_path):
+    paths = save(tmp_path, [1, 2])
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(CheckpointError, match="is inside the checkpoint"):
+        average_checkpoints(paths, {paths[0] / "averaged": 2})
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+class Evil:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_metadata_runs_no_code(tmp_path):
+    (path,) = save(tmp_path, [1])
+    file = path / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    metadata.planner_data = Evil(tmp_path / "touched")
+    file.write_bytes(pickle.dumps(metadata))
+    assert f"{file}: not the metadata of" in (error := refused(tmp_path, [path]))
+    assert "is not a class of metadata" in error
+    assert not (tmp_path / "touched").exists()
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/passwd"])
+def test_files_outside_the_folder(tmp_path, name):
+    (path,) = save(tmp_path, [1])
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.relative_path = name
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert "only files directly in the folder" in refused(tmp_path, [path])
 
 
 def test_some_tensors_are_left(tmp_path):
@@ -167,16 +249,18 @@ def test_shards_of_two_processes(tmp_path):
 
 
 def test_large_chunks_are_cut(tmp_path):
-    """A chunk that is most of a checkpoint is read in parts, along the first axis that has some."""
+    """A large chunk is read in boxes of limited size, along the first axis that allows it."""
 
     def make(step):
         return {"x": torch.arange(6_000_000.0).view(1, 3000, 2000) * step, "y": torch.ones(5)}
 
     paths = save(tmp_path, [1, 2], make)
+    from tailavg.checkpoints.checkpoint import PIECE
     from tailavg.checkpoints.merge import Merge
 
     merge = Merge(paths, {tmp_path / "averaged": ExactWindow(2)})
-    assert any(len(tensor.cuts) > 2 for tensor in merge.newest.tensors.values())
+    cuts = next(iter(merge.newest.tensors.values())).cuts
+    assert max(b - a for a, b in pairwise(cuts)) <= PIECE
     merge.run()
     got = {"x": torch.zeros(1, 3000, 2000)}
     dcp.load(got, checkpoint_id=tmp_path / "averaged", no_dist=True)
@@ -219,9 +303,14 @@ def test_folders_that_are_refused(tmp_path):
     file = paths[0] / "__0_0.distcp"
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 2])
-    assert f"{paths[0]}: tensor " in refused(tmp_path, paths)
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "model.safetensors").touch()
+    assert f"{file}: the file is truncated" in refused(tmp_path, paths)
+    file.write_bytes(bytes(len(whole)))
+    assert f"{file}: tensor 'model." in refused(tmp_path, paths)
+    file.unlink()
+    assert f"{file}: the file is missing" in refused(tmp_path, paths)
+    (paths[0] / ".metadata").unlink()
+    file.write_bytes(whole)
+    assert f"{paths[0]}: unfinished, since it has no .metadata yet" in refused(tmp_path, paths)
 
 
 def test_a_folder_of_another_kind(tmp_path):
@@ -241,9 +330,9 @@ def test_a_disk_that_is_full(tmp_path, monkeypatch):
 
     def full(path, mode="r", *args, **options):
         found = write(path, mode, *args, **options)
-        if mode == "wb":
+        if mode == "xb":
             found.close()
-            found = write(Path("/dev/full"), mode, *args, **options)
+            found = write(Path("/dev/full"), "wb", *args, **options)
         return found
 
     monkeypatch.setattr(Path, "open", full)

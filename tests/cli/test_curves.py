@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tailavg import AnytimeWindow, TailAverage
 from tailavg.cli.charts import limits, ticks
-from tailavg.cli.curves import BANDED, Grid, Track
+from tailavg.cli.curves import BANDED, BandKind, Grid, Track
 
 RULE = AnytimeWindow(0.3, 12)
 
@@ -21,7 +21,7 @@ def samples(size, seed=0, odd=()):
     return np.arange(size) * 2.5, ys
 
 
-def taken(xs, ys, cuts, most=64, log=False, band=True):
+def taken(xs, ys, cuts, most=64, log=False, band=BandKind.error):
     track = Track([(RULE, None)], most, log, band)
     edges = [0, *sorted(cut % (len(ys) + 1) for cut in cuts), len(ys)]
     for start, stop in pairwise(edges):
@@ -103,7 +103,7 @@ def test_points_pass_through_every_sample_of_narrow_bins():
 def test_rows_before_are_averaged_and_not_drawn(after, log):
     xs, ys = samples(3000)
     ys[:after] += 1000
-    track = Track([(RULE, None)], 64, log, True, after)
+    track = Track([(RULE, None)], 64, log, BandKind.error, after)
     for start in range(0, 3000, 700):
         track.take(xs[start : start + 700], ys[start : start + 700])
     raw, line = track.lines()
@@ -114,7 +114,7 @@ def test_rows_before_are_averaged_and_not_drawn(after, log):
         assert points[1].max() == pytest.approx(curve[after:].max())
         assert points[1].min() == pytest.approx(curve[after:].min())
     assert line.band is None or line.band.x.min() >= xs[after]
-    assert Track([(RULE, None)], 64, log, True, 3000).lines() == []
+    assert Track([(RULE, None)], 64, log, BandKind.error, 3000).lines() == []
 
 
 def test_a_band_has_the_gaps_of_its_curve():

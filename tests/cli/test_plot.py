@@ -15,10 +15,23 @@ from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
-from tailavg import AnyTail, AnytimeWindow, Exponential, Freshest, Growing, TailAverage
+from tailavg import (
+    AnyTail,
+    AnytimeWindow,
+    ExactWindow,
+    Exponential,
+    Freshest,
+    Growing,
+    TailAverage,
+)
+from tailavg.cli import pictures
+from tailavg.cli.charts import Chart, Panel, styled
+from tailavg.cli.curves import BandKind, Track
 from tests.support import commands
 from tests.support.commands import TAILAVG
+from tests.support.model import weight_matrix
 from tests.support.processes import python, started
 
 PLOT = [*TAILAVG, "plot"]
@@ -120,9 +133,48 @@ def test_band_is_one_standard_error(runs, tmp_path):
     assert done == 900
     assert np.isfinite(low).mean() > 0.9
     assert line["now"] == f"{average.value():.4g} ± {average.standard_error():.2g}"
-    bare = page(tmp_path, folder / "loss.txt", "-w", "0.25", "--no-band", "--no-raw")["value"]
+    bare = page(tmp_path, folder / "loss.txt", "-w", "0.25", "--band", "none", "--no-raw")["value"]
     assert list(bare) == ["the last 25 %"]
     assert "band" not in bare["the last 25 %"]
+
+
+@pytest.mark.parametrize(
+    ("method", "rule"),
+    [
+        ("anytime", AnytimeWindow(50, 12)),
+        ("exponential", Exponential(50)),
+        ("exact", ExactWindow(50)),
+    ],
+)
+def test_band_is_one_standard_deviation(runs, tmp_path, method, rule):
+    folder, samples = runs
+    options = ["-w", "50", "--method", method, "--band", "std"]
+    line = page(tmp_path, folder / "loss.txt", *options)["value"]["the last 50"]
+    plain = page(tmp_path, folder / "loss.txt", *options[:4], "--band", "none")["value"]
+    np.testing.assert_array_equal(line["ys"], plain["the last 50"]["ys"])
+    losses = samples["a"][:, 0]
+    rows, low, high = line["band"]
+    assert len(rows) > 50
+    matrix = weight_matrix(rule, 900)[rows.astype(int) - 1]
+    middle = matrix @ losses
+    squares = (matrix * (losses - middle[:, None]) ** 2).sum(axis=1)
+    std = np.sqrt(squares / (1 - (matrix**2).sum(axis=1)))
+    np.testing.assert_allclose((low, high), (middle - std, middle + std), rtol=1e-9)
+    assert line["now"] == f"{middle[-1]:.4g} ± {std[-1]:.2g}"
+    assert line["now"] in drawn(*options, folder / "loss.txt")
+
+
+def test_a_band_that_reaches_below_0_on_a_logarithmic_axis():
+    ys = np.array([*[1, 2] * 100, *[0.1, 90] * 4, *[1, 2] * 100])
+    track = Track([(AnytimeWindow(20), None)], 512, log=False, band=BandKind.std)
+    track.take(np.arange(1.0, len(ys) + 1), ys)
+    line = styled(track.lines()[1], 0, ["run"], ["the last 20"])
+    low = line.band.low
+    assert 4 < (low < 0).sum() < 50
+    axes = Figure().subplots()
+    pictures._draw_panel(Chart("", "", False, log_y=True), Panel("", [line]), axes)
+    ((path,),) = (drawn_band.get_paths() for drawn_band in axes.collections)
+    assert path.vertices[:, 1].min() == low[low > 0].min()
 
 
 def test_files_are_runs_and_columns_are_panels(runs, tmp_path):

@@ -136,6 +136,7 @@ def test_plot(tmp_path):
     [
         (["--window", "10"], 2, "--count"),
         (["--window", "2.5", "--count", "10"], 2, "expected a window: a count from 1"),
+        (["--window", "1.0001k", "--count", "10"], 2, "expected a window: a count from 1"),
         (["--window", "5", "--count", "0"], 2, "expected a whole number from 1"),
         (["--window", "5", "--count", "1.5"], 2, "expected a whole number from 1"),
         (["--window", "5", "--count", "many"], 2, "expected a whole number from 1"),

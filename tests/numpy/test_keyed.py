@@ -207,6 +207,24 @@ def test_a_mapping():
         hash(averages)
 
 
+@pytest.mark.parametrize("rule", [AnytimeWindow(3), ExactWindow(3)])
+def test_a_subset_is_independent(rule):
+    averages = TailAverages(rule)
+    averages.update_many(["a", "b", "c"] * 4, np.arange(12.0))
+    averages.update("c", 12.0)  # kept apart from the table
+    whole = averages.copy()
+    some = averages.subset(["c", "x", "a"])
+    assert list(some) == ["c", "a"]
+    assert some["c"] == averages["c"]
+    assert some["a"] == averages["a"]
+    some.scan(["a", "new", "c"], [100.0, 200.0, 300.0])
+    assert averages == whole
+    assert some.value("new") == 200.0
+    alone = whole["a"]
+    alone.update(100.0)
+    assert some["a"] == alone
+
+
 def test_equality():
     one, other = TailAverages(2), TailAverages(2)
     one.update_many(["a", "b"], [1.0, np.nan])

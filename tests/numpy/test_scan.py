@@ -192,7 +192,7 @@ def test_a_numba_that_cannot_be_imported_is_told_and_done_without(monkeypatch):
     kernel._compiled.cache_clear()
     xs = np.arange(10.0)
     try:
-        with pytest.warns(UserWarning, match="numba cannot be imported, so scans are slower"):
+        with pytest.warns(UserWarning, match="numba cannot be imported, so loops are slower"):
             first = TailAverage(3).scan(xs)
         assert_close(TailAverage(3).scan(xs), first, 1e-15)
     finally:

@@ -1,4 +1,7 @@
-"""`tailavg.pandas.tail_mean` against `TailAverage.scan` of each group, and the model's weights."""
+"""`tail_mean`, `tail_std` and `tail_var` of `tailavg.pandas`.
+
+They are compared with `TailAverage.scan` of each group, and with the model's weights.
+"""
 
 import numpy as np
 import pandas as pd
@@ -10,16 +13,17 @@ from tailavg import (
     AnyTail,
     AnytimeWindow,
     Decay,
+    ExactWindow,
     Exponential,
     Freshest,
     TailAverage,
     TailAverages,
 )
 from tailavg.numpy import kernel
-from tailavg.pandas import tail_mean
+from tailavg.pandas import tail_mean, tail_std, tail_var
 from tests.support.cases import FEW_RULES, assert_close, of_rules
 from tests.support.model import averages as weighted
-from tests.support.model import weight_matrix
+from tests.support.model import variances, weight_matrix
 
 NA = np.nan
 
@@ -342,3 +346,121 @@ def test_a_refused_part_changes_no_column():
     with pytest.raises(ValueError, match="expected no NaN"):
         tail_mean(df.assign(y=[1.0, np.nan]), 2, nan_policy="raise", state=state)
     assert state == before
+
+
+# Standard deviations and variances.
+
+
+def expected_std(rule, keys, column, ddof) -> np.ndarray:
+    """The standard deviations of each group by definition; a missing sample repeats the last."""
+    out, keys = np.full(len(column), np.nan), np.asarray(keys)
+    xs = np.asarray(column, float)
+    for key in set(keys.tolist()):
+        of_key = np.flatnonzero(keys == key)
+        counted = ~np.isnan(xs[of_key])
+        known = xs[of_key][counted]
+        stds = np.sqrt(variances(weight_matrix(rule, len(known)), known, ddof))
+        out[of_key] = np.concatenate([[np.nan], stds])[np.cumsum(counted)]
+    return out
+
+
+@of_rules(FEW_RULES)
+@pytest.mark.parametrize("ddof", [0, 1])
+def test_deviations_are_those_of_the_definition(rule, ddof):
+    df = frame()
+    df.loc[np.random.default_rng(0).random(len(df)) < 0.1, "loss"] = NA
+    one = expected_std(rule, np.zeros(len(df)), df["loss"], ddof)
+    got = tail_std(df["loss"], rule, ddof=ddof)
+    assert_close(got, one, 1e-11)
+    assert (got.name, got.dtype) == ("loss", "float64")
+    assert_close(tail_var(df["loss"], rule, ddof=ddof), one**2, 1e-11)
+    by_run = tail_std(df, rule, by="run", ddof=ddof)
+    assert list(by_run.columns) == ["loss", "hits"]
+    pd.testing.assert_index_equal(by_run.index, df.index)
+    for name in by_run:
+        assert_close(by_run[name], expected_std(rule, df["run"], df[name], ddof), 1e-11)
+    grouped = tail_var(df.groupby("run")["loss"], rule, ddof=ddof)
+    assert_close(grouped, expected_std(rule, df["run"], df["loss"], ddof) ** 2, 1e-11)
+
+
+def test_deviations_of_a_window_are_those_of_pandas():
+    series = frame()["loss"].reset_index(drop=True)
+    for ddof in (0, 1):
+        rolling, expanding = series.rolling(9, min_periods=1), series.expanding()
+        exact = ExactWindow(9)
+        assert_close(tail_std(series, exact, ddof=ddof), rolling.std(ddof=ddof), 1e-9)
+        assert_close(tail_var(series, exact, ddof=ddof), rolling.var(ddof=ddof), 1e-9)
+        assert_close(tail_std(series, 1.0, ddof=ddof), expanding.std(ddof=ddof), 1e-9)
+
+
+def test_deviations_of_an_any_tail():
+    df = frame()
+    average = TailAverage(AnyTail(), variance=True)
+    expected = average.scan(df["loss"].to_numpy(), 0.25, of="std", ddof=0)
+    got = tail_std(df["loss"], AnyTail(), window=0.25, ddof=0)
+    assert_close(got, expected, 1e-12)
+    with pytest.raises(ValueError, match=r"^AnyTail has no window of its own: pass window=0\.25$"):
+        tail_std(df["loss"], AnyTail())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "Int64", "double[pyarrow]"])
+def test_the_first_deviation_is_missing_in_every_dtype(dtype):
+    if "pyarrow" in dtype:
+        pytest.importorskip("pyarrow")
+    series = pd.Series([1, 3, 3, 7]).astype(dtype)
+    got = tail_var(series, 2)
+    assert got.dtype == pd.Series([1.0]).astype(DTYPES[dtype]).dtype
+    assert got.isna().tolist() == [True, False, False, False]
+    assert got[1:].tolist() == [2, 0, 8]
+
+
+def test_nan_policies_of_deviations():
+    series = pd.Series([1.0, NA, 3.0, 7.0, 7.0])
+    np.testing.assert_allclose(tail_var(series, 2), [NA, NA, 2, 8, 0])
+    got = tail_var(series, 2, nan_policy="propagate")
+    np.testing.assert_allclose(got, [NA, NA, NA, 8, 0])
+    np.testing.assert_allclose(tail_var(series, 2, by=[0, 0, 1, 1, 1]), [NA, NA, NA, 8, 0])
+    with pytest.raises(ValueError, match="expected no NaN"):
+        tail_std(series, 2, nan_policy="raise")
+
+
+@pytest.mark.parametrize("nan_policy", ["omit", "propagate"])
+def test_deviations_in_parts(nan_policy, tmp_path):
+    df, rule = frame(), AnytimeWindow(0.3)
+    df.loc[np.random.default_rng(0).random(len(df)) < 0.02, "loss"] = NA
+    how = {"by": "run", "nan_policy": nan_policy}
+    whole = tail_std(df, rule, **how)
+    state, parts = TailAverages(rule, nan_policy=nan_policy, variance=True), []
+    for part in (df[:1], df[1:150], df[150:]):
+        parts.append(tail_std(part, rule, state=state, **how))
+        state.save(tmp_path / "state")
+        state = TailAverages.load(tmp_path / "state")
+    pd.testing.assert_frame_equal(pd.concat(parts), whole, rtol=1e-11)
+    key = "loss", "run 3"
+    last = whole["loss"][df["run"] == "run 3"].iloc[-1]
+    np.testing.assert_allclose(state.std(key), last, rtol=1e-11)
+
+
+@pytest.mark.parametrize("call", [tail_std, tail_var])
+@pytest.mark.parametrize("ddof", [-1, 2, 0.5, None, True, "1"])
+def test_a_bad_ddof_changes_no_state(call, ddof):
+    state = TailAverages(2, nan_policy="omit", variance=True)
+    with pytest.raises(ValueError, match=rf"^ddof: expected 0 or 1, got {ddof!r}$"):
+        call(pd.Series([1.0, 2.0]), 2, ddof=ddof, state=state)
+    assert not state
+
+
+def test_deviations_need_a_state_with_variances():
+    series = pd.Series([1.0, 2.0])
+    of_means, of_both = (
+        TailAverages(2, nan_policy="omit", variance=variance) for variance in (False, True)
+    )
+    message = (
+        r"^state: expected TailAverages\(.*'omit', variance=True\), like the arguments, got Tail"
+    )
+    with pytest.raises(ValueError, match=message):
+        tail_std(series, 2, state=of_means)
+    with pytest.raises(ValueError, match=r"got TailAverages\(.*, variance=True\)$"):
+        tail_mean(series, 2, state=of_both)
+    assert not of_means
+    assert not of_both

@@ -1,4 +1,7 @@
-"""`tailavg.polars.tail_mean` against `TailAverage.scan` of each group, and the model's weights."""
+"""`tail_mean`, `tail_std` and `tail_var` of `tailavg.polars`.
+
+They are compared with `TailAverage.scan` of each group, and with the model's weights.
+"""
 
 import numpy as np
 import polars as pl
@@ -11,16 +14,17 @@ from tailavg import (
     AnyTail,
     AnytimeWindow,
     Decay,
+    ExactWindow,
     Exponential,
     Freshest,
     TailAverage,
     TailAverages,
 )
 from tailavg.numpy import kernel
-from tailavg.polars import tail_mean
+from tailavg.polars import tail_mean, tail_std, tail_var
 from tests.support.cases import FEW_RULES, assert_close, of_rules
 from tests.support.model import averages as weighted
-from tests.support.model import weight_matrix
+from tests.support.model import variances, weight_matrix
 
 
 @pytest.fixture(params=["compiled", "without numba"], autouse=True)
@@ -299,3 +303,128 @@ def test_the_keys_of_a_state(tmp_path):
     assert keys(df[["run", "x"]], "run") == [("x", "a"), ("x", "b"), ("x", None)]
     assert keys(df[["fold", "x"]], "fold") == [("x", 0), ("x", 1)]
     assert keys(df, ["run", "fold"]) == [("x", ("a", 0)), ("x", ("b", 0)), ("x", (None, 1))]
+
+
+# Standard deviations and variances.
+
+
+def expected_std(rule, keys, column, ddof) -> np.ndarray:
+    """The standard deviations of each group by definition; a missing sample repeats the last."""
+    out, keys = np.full(len(column), np.nan), np.array(keys, object)
+    xs = column.to_numpy().astype(float)
+    for key in set(keys):
+        of_key = np.flatnonzero(keys == key)
+        counted = ~np.isnan(xs[of_key])
+        known = xs[of_key][counted]
+        stds = np.sqrt(variances(weight_matrix(rule, len(known)), known, ddof))
+        out[of_key] = np.concatenate([[np.nan], stds])[np.cumsum(counted)]
+    return out
+
+
+def assert_like(got: pl.Series, expected: np.ndarray) -> None:
+    """The same numbers, with null for NaN."""
+    assert got.is_null().to_list() == np.isnan(expected).tolist()
+    assert_close(got.to_numpy(), expected, 1e-11)
+
+
+@of_rules(FEW_RULES)
+@pytest.mark.parametrize("ddof", [0, 1])
+def test_deviations_are_those_of_the_definition(rule, ddof):
+    missing = pl.Series(np.random.default_rng(0).random(400) < 0.1)
+    df = frame().with_columns(loss=pl.when(~missing).then(pl.col("loss")))
+    one = expected_std(rule, [0] * len(df), df["loss"], ddof)
+    of_runs = expected_std(rule, df["run"], df["loss"], ddof)
+    assert_like(tail_std(df["loss"], rule, ddof=ddof), one)
+    assert_like(tail_var(df["loss"], rule, ddof=ddof), one**2)
+    loss = pl.col("loss")
+    for expr, expected in (
+        (tail_std(loss, rule, ddof=ddof), one),
+        (tail_std(loss, rule, by="run", ddof=ddof), of_runs),
+        (tail_var(loss, rule, by="run", ddof=ddof), of_runs**2),
+        (loss.pipe(tail_std, rule, ddof=ddof).over("run"), of_runs),
+    ):
+        for got in (df.select(expr), df.lazy().select(expr).collect(engine="streaming")):
+            assert_like(got["loss"], expected)
+    frames = tail_std(df, rule, by="run", ddof=ddof)
+    assert frames.columns == df.columns
+    assert_like(frames["hits"], expected_std(rule, df["run"], df["hits"], ddof))
+
+
+def test_deviations_of_a_window_are_those_of_polars():
+    series = frame()["loss"]
+    for ddof in (0, 1):
+        exact = ExactWindow(9)
+        assert_series_equal(
+            tail_std(series, exact, ddof=ddof)[1:],
+            series.rolling_std(9, min_samples=1, ddof=ddof)[1:],
+            rel_tol=1e-9,
+        )
+        assert_series_equal(
+            tail_var(series, exact, ddof=ddof)[1:],
+            series.rolling_var(9, min_samples=1, ddof=ddof)[1:],
+            rel_tol=1e-9,
+        )
+    assert tail_std(series, 9)[0] is series.rolling_std(9, min_samples=1)[0] is None
+
+
+def test_deviations_of_an_any_tail():
+    df = frame()
+    average = TailAverage(AnyTail(), variance=True)
+    expected = average.scan(df["loss"].to_numpy(), 0.25, of="std", ddof=0)
+    got = df.select(tail_std(pl.col("loss"), AnyTail(), window=0.25, ddof=0))["loss"]
+    assert_close(got.to_numpy(), expected, 1e-12)
+    with pytest.raises(ValueError, match=r"^AnyTail has no window of its own: pass window="):
+        tail_std(pl.col("loss"), AnyTail())
+
+
+@pytest.mark.parametrize("dtype", [pl.Float64, pl.Float32, pl.Int64])
+def test_nan_policies_and_dtypes_of_deviations(dtype):
+    df = pl.DataFrame({"x": pl.Series([1, None, 3, 7, 7], dtype=dtype), "run": [0, 0, 1, 1, 1]})
+    for got in (tail_var(df["x"], 2), df.select(tail_var(pl.col("x"), 2))["x"]):
+        assert got.to_list() == [None, None, 2, 8, 0]
+        assert got.dtype == DTYPES[dtype]
+    by_run = tail_var(pl.col("x"), 2, by="run")
+    assert df.select(by_run)["x"].to_list() == [None, None, None, 8, 0]
+    got = tail_var(df["x"], 2, nan_policy="propagate")
+    np.testing.assert_array_equal(got, [np.nan, np.nan, np.nan, 8, 0])
+    assert got.null_count() == 0
+    with pytest.raises(ValueError, match="expected no NaN"):
+        tail_std(df["x"], 2, nan_policy="raise")
+
+
+def test_deviations_in_parts(tmp_path):
+    missing = pl.Series(np.random.default_rng(0).random(400) < 0.1)
+    df, rule = frame().with_columns(loss=pl.when(~missing).then(pl.col("loss"))), Exponential(0.3)
+    state, parts = TailAverages(rule, nan_policy="omit", variance=True), []
+    for part in (df[:1], df[1:150], df[150:]):
+        parts.append(tail_std(part, rule, by="run", state=state))
+        state.save(tmp_path / "state")
+        state = TailAverages.load(tmp_path / "state")
+    assert_frame_equal(pl.concat(parts), tail_std(df, rule, by="run"), rel_tol=1e-11)
+
+
+@pytest.mark.parametrize("call", [tail_std, tail_var])
+@pytest.mark.parametrize("ddof", [-1, 2, 0.5, None, True, "1"])
+def test_a_bad_ddof_is_refused_at_once(call, ddof):
+    state = TailAverages(2, nan_policy="omit", variance=True)
+    message = rf"^ddof: expected 0 or 1, got {ddof!r}$"
+    with pytest.raises(ValueError, match=message):
+        call(pl.col("x"), 2, ddof=ddof)
+    with pytest.raises(ValueError, match=message):
+        call(pl.Series([1.0, 2.0]), 2, ddof=ddof, state=state)
+    assert not state
+
+
+def test_deviations_need_a_state_with_variances():
+    series = pl.Series([1.0, 2.0])
+    of_means, of_both = (
+        TailAverages(2, nan_policy="omit", variance=variance) for variance in (False, True)
+    )
+    with pytest.raises(
+        ValueError, match=r"^state: expected TailAverages\(.*, variance=True\), like"
+    ):
+        tail_std(series, 2, state=of_means)
+    with pytest.raises(ValueError, match=r"got TailAverages\(.*, variance=True\)$"):
+        tail_mean(series, 2, state=of_both)
+    assert not of_means
+    assert not of_both

@@ -13,10 +13,11 @@ from river import base, checks, linear_model, optim, preprocessing, stats, utils
 from river.checks import common
 
 from tailavg import Exponential
-from tailavg.river import TailAverager, TailMean
+from tailavg.river import TailAverager, TailMean, TailVar
 from tests.support.cases import FLOAT
 
-OURS = [cls(**params) for cls in (TailMean, TailAverager) for params in cls._unit_test_params()]
+STATISTICS = [cls(**params) for cls in (TailMean, TailVar) for params in cls._unit_test_params()]
+OURS = [*STATISTICS, *(TailAverager(**params) for params in TailAverager._unit_test_params())]
 of_ours = pytest.mark.parametrize("thing", OURS, ids=repr)
 
 GENERAL = [
@@ -49,7 +50,7 @@ def test_parameters_can_be_changed_in_place(thing):
 
 
 def test_a_statistic_is_copied_and_named():
-    for stat in OURS[:2]:
+    for stat in STATISTICS:
         for other in (pickle.loads(pickle.dumps(stat)), copy.deepcopy(stat), stat.clone()):
             assert isinstance(other, stats.base.RollingUnivariate)
             assert isinstance(other.name, str)
@@ -58,12 +59,13 @@ def test_a_statistic_is_copied_and_named():
             assert other._raw_memory_usage > 0
 
 
-def test_the_memory_of_a_statistic_does_not_grow_with_the_stream():
-    mean, sizes = TailMean(0.25), []
+@pytest.mark.parametrize("kind", [TailMean, TailVar])
+def test_the_memory_of_a_statistic_does_not_grow_with_the_stream(kind):
+    stat, sizes = kind(0.25), []
     for xs in FLOAT.draw(8192).reshape(8, 1024).tolist():
         for x in xs:
-            mean.update(x)
-        sizes.append(mean._raw_memory_usage)
+            stat.update(x)
+        sizes.append(stat._raw_memory_usage)
     assert max(sizes[1:]) < sizes[0] + 1024
 
 

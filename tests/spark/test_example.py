@@ -1,9 +1,10 @@
-"""The example runs, on the Spark of the tests."""
+"""The example runs, and a program of the page, on the Spark of the tests."""
 
 import runpy
 
 from tests.support import spark_streams as runs
 from tests.support.paths import EXAMPLES
+from tests.support.programs import blocks, run
 
 pytestmark = runs.MARKS
 
@@ -20,3 +21,10 @@ def test_spark_stream(spark, tmp_path, capsys):
     example["from_rate"](spark, enough=20)
     table = capsys.readouterr().out.split("+------+")[-2]
     assert {line.split("|")[1].strip() for line in table.splitlines() if "|" in line} == set("0123")
+
+
+def test_standard_deviations_of_the_page(spark):
+    page = blocks("spark.md")
+    (place,) = [i for i, block in enumerate(page) if "std=True" in block.text]
+    program, said = page[place : place + 2]
+    assert run(program.text, {}, "spark.md").rstrip("\n") == said.text.rstrip("\n")

@@ -8,14 +8,17 @@ from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tailavg import AnyTail, AnytimeWindow, Exponential, Growing, RawTail, TailAverage
+from tailavg.core.clock import clock_for
 from tailavg.numpy import kernel
 from tailavg.spark import job as jobs
 from tailavg.spark.job import COLUMN, KEPT, LATE, STATE, TIE, Job
+from tests.support.model import variances, weight_matrix
 
 SHARED = AnyTail(12, 0.1)
 RULES = {
@@ -39,7 +42,10 @@ def way(request, monkeypatch):
 
 def job(reads=RULES["fraction"], columns=("x",), order_by="t", **options):
     rules = list(dict.fromkeys(rule for rule, _ in reads))
-    names = [f"{column}{i}" for column in columns for i in range(len(reads))]
+    kinds = ["", "_std"] if options.get("std") else [""]
+    names = [
+        f"{column}{i}{kind}" for column in columns for i in range(len(reads)) for kind in kinds
+    ]
     given = {"by": ("key",), "nan_policy": "omit", "buckets": 4, "order_type": "long"} | options
     return Job(
         columns=tuple(columns),
@@ -172,6 +178,43 @@ def test_many_rows_of_a_key_and_a_state_beyond_any_plan(monkeypatch):
         assert got == (one_by_one if kernel.installed() else pytest.approx(one_by_one, rel=1e-12))
 
 
+@pytest.mark.parametrize("method", RULES)
+@pytest.mark.parametrize("nan_policy", ["omit", "propagate"])
+def test_standard_deviations_of_each_key_beside_its_averages(method, nan_policy):
+    reads, rng = RULES[method], np.random.default_rng(5)
+    missing = rng.random(240) < 0.1 if nan_policy == "omit" else np.zeros(240, bool)
+    rows = [
+        (f"k{i % 3}", i, None if gone else float(x))
+        for i, (x, gone) in enumerate(zip(rng.normal(9, 1, 240), missing, strict=True))
+    ]
+    batches = [table(rows[:1]), table(rows[1:100]), table(rows[100:])]
+    results, held = run(job(reads, nan_policy=nan_policy, std=True), batches)
+    alone, without = run(job(reads, nan_policy=nan_policy), batches)
+    got = pa.concat_tables(results)
+    names = [f"x{i}" for i in range(len(reads))]
+    assert got.select(names) == pa.concat_tables(alone).select(names)
+    for key in ("k0", "k1", "k2"):
+        of_key = got.filter(pc.equal(got["key"], key))
+        known = of_key["x"].is_valid().to_numpy()
+        xs = of_key["x"].drop_null().to_numpy()
+        for i, (rule, window) in enumerate(reads):
+            if isinstance(rule, AnyTail):
+                average, expected = TailAverage(rule, variance=True), []
+                for x in xs.tolist():
+                    average.update(x)
+                    expected.append(average.std(window))
+            else:
+                expected = np.sqrt(variances(weight_matrix(rule, len(xs)), xs, ddof=1))
+            expected = np.concatenate([[np.nan], expected])[np.cumsum(known)]
+            stds = of_key[f"x{i}_std"]
+            nulls = np.isnan(expected) if nan_policy == "omit" else np.zeros(len(expected), bool)
+            assert stds.is_null().to_pylist() == nulls.tolist()
+            np.testing.assert_allclose(stds.to_numpy(), expected, rtol=1e-10)
+    more = 8 * sum(1 + len(clock_for(rule).blocks) for rule in dict.fromkeys(r for r, _ in reads))
+    sizes = {len(state) for state in held.values()} | {len(s) + more for s in without.values()}
+    assert len(sizes) == 1  # two fields more: `variances` and `squares`
+
+
 def test_latest():
     batches = [[("a", 1, 1.0), ("a", 2, 3.0), ("b", 5, None)], [("a", 3, 5.0), ("a", 0, 9.0)]]
     one = job([(AnytimeWindow(2), None)], output="latest", late="drop")
@@ -255,9 +298,10 @@ def test_keys_of_several_columns():
 
 
 @pytest.mark.parametrize("method", RULES)
-def test_states_leave_as_json_and_come_back(method):
+@pytest.mark.parametrize("std", [False, True])
+def test_states_leave_as_json_and_come_back(method, std):
     reads = RULES[method]
-    one = job(reads, nan_policy="propagate")
+    one = job(reads, nan_policy="propagate", std=std)
     rng = np.random.default_rng(2)
     batch = table([(f"k{i % 3}", i, float(x)) for i, x in enumerate(rng.normal(size=200))])
     _, held = run(one, [batch])
@@ -268,7 +312,7 @@ def test_states_leave_as_json_and_come_back(method):
     assert spelled.schema.names == ["key", "t", "column", "state"]
     for row in spelled.to_pylist():
         average = TailAverage.from_state_dict(json.loads(row["state"]))
-        again = TailAverage(average.rule)
+        again = TailAverage(average.rule, variance=std)
         for x in [
             x
             for key, x in zip(batch["key"].to_pylist(), batch["x"].to_pylist(), strict=True)
@@ -329,6 +373,18 @@ def test_a_state_of_another_average_is_refused():
         job().from_json(rows, lambda _: [None])
 
 
+@pytest.mark.parametrize("std", [False, True])
+def test_a_state_with_or_without_deviations_is_refused(std):
+    other = TailAverage(0.25, variance=not std)
+    other.update(1.0)
+    state = json.dumps(other.state_dict())
+    rows = pa.table({"key": ["a"], "t": [1], COLUMN: ["x"], STATE: [state]})
+    which = "without" if std else "with"
+    message = f"initial_state: the averages were saved {which} standard .*; pass std={not std}$"
+    with pytest.raises(ValueError, match=message):
+        job(std=std).from_json(rows, lambda _: [None])
+
+
 @pytest.mark.parametrize("sample", [np.ones(2), np.ones(1), np.float32(1)], ids=repr)
 def test_a_state_of_something_else_than_numbers_is_refused(sample):
     other = TailAverage(0.25, dtype=sample.dtype)
@@ -356,6 +412,7 @@ def test_a_checkpoint_says_what_it_is_of():
         ValueError, match=r"rule: the checkpoint .*AnytimeWindow.*0.25.* got .*AnyTail"
     ):
         one.check(job(columns=("x", "y"), by=("a", "b")).text())
+    assert Job.from_text(one.text().replace(', "std": false', "")) == Job.from_text(one.text())
     with pytest.raises(ValueError, match="version 1"):
         one.check(one.text().replace('"version": 1', '"version": 2'))
 
@@ -369,6 +426,7 @@ def test_a_checkpoint_says_what_it_is_of():
         ("order_type", "long", "integer"),
         ("nan_policy", "omit", "propagate"),
         ("buckets", 64, 8),
+        ("std", False, True),
     ],
 )
 def test_a_checkpoint_refuses_another_job(name, before, now):

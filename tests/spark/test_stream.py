@@ -15,11 +15,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from tailavg import AnyTail, ExactWindow, Exponential, TailAverage
+from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, TailAverage
 from tailavg.spark import saved_states, tail_mean
 from tailavg.spark.frames import _Processor
 from tests.support import spark_streams as runs
 from tests.support.effort import exhaustive, some
+from tests.support.model import variances, weight_matrix
 
 pytestmark = runs.MARKS
 
@@ -124,7 +125,7 @@ def test_another_rule_on_an_old_checkpoint_is_refused_and_the_state_goes_elsewhe
     assert runs.rows(of_table, "run", "step", "loss_tail") == expected
 
 
-def test_several_columns_and_windows_in_one_state(spark, tmp_path):
+def test_several_columns_windows_and_deviations_in_one_state(spark, tmp_path):
     xs = np.random.default_rng(3).normal(size=300)
     schema = pa.schema(
         [("run", pa.string()), ("step", pa.int32()), ("loss", pa.float32()), ("hits", pa.int64())]
@@ -133,12 +134,12 @@ def test_several_columns_and_windows_in_one_state(spark, tmp_path):
     put(tmp_path, "0", rows[:200], schema)
     put(tmp_path, "1", rows[200:], schema)
     lines = runs.stream(spark, tmp_path, "run string, step int, loss float, hits long")
-    df = tail_mean(
-        lines, ["loss", "hits"], [0.1, 0.5, 20], by="run", order_by="step", output="latest"
-    )
+    options = {"by": "run", "order_by": "step", "output": "latest"}
+    df = tail_mean(lines, ["loss", "hits"], [0.1, 0.5, 20], std=True, **options)
     assert df.columns == [
-        "run", "step", "loss_tail_0_1", "loss_tail_0_5", "loss_tail_20",
-        "hits_tail_0_1", "hits_tail_0_5", "hits_tail_20",
+        "run", "step", "loss_tail_0_1", "loss_tail_0_1_std", "loss_tail_0_5", "loss_tail_0_5_std",
+        "loss_tail_20", "loss_tail_20_std", "hits_tail_0_1", "hits_tail_0_1_std", "hits_tail_0_5",
+        "hits_tail_0_5_std", "hits_tail_20", "hits_tail_20_std",
     ]  # fmt: skip
     runs.ran(df, tmp_path)
     for row in spark.read.parquet(str(tmp_path / "out")).collect():
@@ -148,13 +149,20 @@ def test_several_columns_and_windows_in_one_state(spark, tmp_path):
             taken = np.array(
                 [one[column] for one in rows[:count]], np.float32 if column == "loss" else float
             )
-            average = TailAverage(AnyTail(12, 0.1))
+            average = TailAverage(AnyTail(12, 0.1), variance=True)
             for x in taken.astype(float).tolist():
                 average.update(x)
             assert row[f"{column}_tail_0_1"] == average.value(0.1)
             assert row[f"{column}_tail_0_5"] == average.value(0.5)
             assert row[f"{column}_tail_20"] == runs.one_by_one(20, taken.astype(float))[-1]
-    assert saved_states(spark, str(tmp_path / "checkpoint")).count() == 4
+            weights = weight_matrix(AnytimeWindow(20), 300)[:count, :count]
+            (*_, expected) = np.sqrt(variances(weights, taken.astype(float), ddof=1))
+            assert row[f"{column}_tail_20_std"] == pytest.approx(expected, rel=1e-9)
+            assert row[f"{column}_tail_0_5_std"] == pytest.approx(average.std(0.5), rel=1e-9)
+    states = saved_states(spark, str(tmp_path / "checkpoint"))
+    assert states.count() == 4
+    last = json.loads(states.where("column = 'hits' and state like '%Fixed%'").first()["state"])
+    assert TailAverage.from_state_dict(last).std() == pytest.approx(row["hits_tail_20_std"])
 
 
 def test_whatever_is_not_averaged_passes_as_it_is(spark, tmp_path):
@@ -269,6 +277,7 @@ def test_mistakes_are_told_before_anything_runs(spark, tmp_path):
         ({"late": "keep"}, ValueError, "late: expected one of"),
         ({"nan_policy": "skip"}, ValueError, "nan_policy: expected one of"),
         ({"ttl": 5}, ValueError, "ttl: expected a positive timedelta, got 5"),
+        ({"std": 1}, TypeError, "std: expected True or False, got 1"),
         ({"buckets": 0}, ValueError, "buckets: expected an int from 1 to 4096, got 0"),
         ({"initial_state": spark.range(1)}, ValueError, "initial_state: expected a column 'run'"),
     ):

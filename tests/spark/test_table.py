@@ -66,6 +66,20 @@ def test_a_table_takes_states_made_in_python(spark):
     assert runs.rows(averages, "k", "x_tail") == [("a", 2.5), ("b", 9.0)]
 
 
+def test_standard_deviations_go_on_from_a_state(spark):
+    average = TailAverage(2, variance=True)
+    average.update(1.0)
+    states = [("a", "x", json.dumps(average.state_dict()))]
+    states = spark.createDataFrame(states, "k string, column string, state string")
+    rows = [("a", 1, 3.0), ("b", 1, 9.0), ("b", 2, None)]
+    df = spark.createDataFrame(rows, "k string, t int, x double")
+    options = {"by": "k", "order_by": "t", "std": True}
+    averages = tail_mean(df, "x", 2, initial_state=states, **options)
+    assert averages.columns == ["k", "t", "x", "x_tail", "x_tail_std"]
+    expected = [("a", 2.0, pytest.approx(2**0.5)), ("b", 9.0, None), ("b", 9.0, None)]
+    assert runs.rows(averages, "k", "x_tail", "x_tail_std") == expected
+
+
 @pytest.mark.parametrize(
     ("late", "expected"), [({}, [2.5]), ({"late": "include"}, [2.5]), ({"late": "drop"}, [])]
 )

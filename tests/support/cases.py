@@ -259,5 +259,5 @@ def ways_for(kind: Kind) -> dict:
 def bits(average):
     """The state with nothing but numbers and bytes, so that == is to the bit."""
     state = average.state_dict()
-    arrays = ("blocks", "partial")
+    arrays = [key for key in ("blocks", "partial", "variances", "squares") if key in state]
     return state | {key: np.asarray(state[key], state["dtype"]).tobytes() for key in arrays}

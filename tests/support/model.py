@@ -144,6 +144,17 @@ def averages(matrix: np.ndarray, xs: np.ndarray) -> np.ndarray:
     return sums.reshape(len(matrix), *xs.shape[1:])
 
 
+def variances(matrix: np.ndarray, xs: np.ndarray, ddof: int) -> np.ndarray:
+    """The weighted mean squared deviations of numbers from their averages, divided for ddof=1.
+
+    One sample has no variance for ddof=1: NaN.
+    """
+    apart = xs - (matrix @ xs)[:, None]
+    spread = np.sum(matrix * apart**2, axis=1)
+    rest = 1 - ddof * np.sum(matrix**2, axis=1)
+    return np.where(rest < TIE, np.nan, spread / np.where(rest < TIE, 1, rest))
+
+
 def freshest(sizes, k: float) -> np.ndarray:
     """The weights of blocks, oldest first, with the least mean age at the variance of k samples.
 

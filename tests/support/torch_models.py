@@ -116,7 +116,8 @@ def raw(tensor) -> bytes:
 def snapshot(value):
     """A state with its tensors as bytes, to be compared with ==; blocks not in use do not count."""
     if isinstance(value, dict) and "starts" in value and "blocks" in value:
-        value = value | {"blocks": value["blocks"][: len(value["starts"])]}
+        of_blocks = [key for key in ("blocks", "variances") if key in value]
+        value = value | {key: value[key][: len(value["starts"])] for key in of_blocks}
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), str(value.dtype), raw(value)
     if isinstance(value, dict):

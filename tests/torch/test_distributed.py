@@ -171,12 +171,46 @@ def mesh_rank(folder, kind):
     return True
 
 
+def spread_rank(kind):
+    """The variance and the samples of a model on a mesh are those of the same model on none."""
+    rule, model, plain = AnytimeWindow(20), on_mesh(kind), Layered()
+    average = ParameterAverage(model, rule, variance=True)
+    alone = ParameterAverage(plain, rule, variance=True)
+    for t in range(30):
+        with torch.no_grad():
+            for i, parameter in enumerate(plain.parameters()):
+                parameter.mul_(0.9).add_(t + i)
+            for i, parameter in enumerate(model.parameters()):
+                parameter.to_local().mul_(0.9).add_(t + i)
+        with CommDebugMode() as communication:
+            average.update()
+        assert communication.get_total_counts() == 0
+        alone.update()
+    expected = alone.variance()
+    assert min(variance.min().item() for variance in expected.values()) > 0.1
+    assert bits(whole(average.variance())) == bits(expected)
+    with pytest.raises(ValueError, match="the model is sharded; pass a generator"):
+        average.sample_parameters().__enter__()
+    before = local_bits(model)
+    with alone.sample_parameters(0.7, torch.Generator().manual_seed(3)):
+        sample = bits(plain)
+    with average.sample_parameters(0.7, torch.Generator().manual_seed(3)):
+        assert bits(whole(dict(model.named_parameters()))) == sample
+    assert local_bits(model) == before
+    return True
+
+
 MESHES = ["replicated shards", "sharded tensor parallel", "shards in main memory"]
 
 
 @pytest.mark.parametrize("kind", MESHES)
 def test_models_on_a_mesh_of_two_dimensions_are_averaged(kind, tmp_path, on_ranks):
     assert all(on_ranks(4, mesh_rank, tmp_path, kind))
+
+
+@pytest.mark.parametrize("kind", MESHES)
+def test_samples_do_not_depend_on_the_mesh(kind, on_ranks):
+    assert all(on_ranks(4, spread_rank, kind))
 
 
 # Offload

@@ -59,8 +59,8 @@ def parameters(rule=10, **options):
     return lambda model: ParameterAverage(model, rule, **options)
 
 
-def in_files(rule):
-    return lambda model: ParameterAverage(model, rule, offload=tempfile.mkdtemp())
+def in_files(rule, **options):
+    return lambda model: ParameterAverage(model, rule, offload=tempfile.mkdtemp(), **options)
 
 
 def module(**options):
@@ -91,6 +91,11 @@ CASES = {
     "update that folds and turns in files": (ready(in_files(AnytimeWindow(10)), 5), Run.update),
     "update that merges in files": (ready(in_files(AnyTail(6, 0.5)), 8), Run.update),
     "update of an exponential": (ready(parameters(Exponential(3)), 9), Run.update),
+    "update with variances": (ready(parameters(variance=True), 5), Run.update),
+    "update with variances in files": (
+        ready(in_files(AnyTail(6, 0.5), variance=True), 8),
+        Run.update,
+    ),
     "update that counts": (ready(parameters(update_every=3), 8), Run.update),
     "update that does not count": (ready(parameters(update_every=3), 7), Run.update),
     "update of other tensors": (ready(parameters(), 3, replaced), Run.update),
@@ -140,6 +145,7 @@ def loading(make, **options):
 LOADS = {
     "parameters": loading(parameters(update_every=3)),
     "exponential": loading(parameters(Exponential(3))),
+    "variances": loading(parameters(variance=True)),
     "module": loading(module()),
     "module, assigned": loading(module(use_buffers=True), assign=True),
 }

@@ -257,7 +257,7 @@ def test_a_full_disk_stops_an_update_and_harms_nothing(rule, tmp_path):
 
 def test_a_full_disk_stops_a_swap_before_it_begins(tmp_path):
     average, _, _ = walked(small(), 10, 30, offload=tmp_path)
-    model = average._tracking.module
+    model = average._tracking.modules[0]
     before = bits(model)
     with full_disk(), pytest.raises(OSError, match="no room"), average.average_parameters():
         raise AssertionError
@@ -272,7 +272,7 @@ def test_a_full_disk_stops_a_swap_before_it_begins(tmp_path):
 def test_a_file_that_was_harmed_is_named_and_the_sum_stays_good(rule, harm, tmp_path):
     average, walk, _ = walked(small(), rule, 33, offload=tmp_path)
     good, other, _ = walked(small(), rule, 33)
-    model, window = average._tracking.module, 1.0 if isinstance(rule, AnyTail) else None
+    model, window = average._tracking.modules[0], 1.0 if isinstance(rule, AnyTail) else None
     before = bits(model)
 
     def sums(of):

@@ -86,8 +86,14 @@ def test_a_state_dict_that_hands_out_other_tensors_is_averaged_all_the_same():
     assert_averages(average.averaged_state_dict(), {f"x.{n}": x for n, x in expected.items()})
     handle.remove()
     handle = model._register_state_dict_hook(unknown)
-    with pytest.raises(ValueError, match="unknown"):
-        average.averaged_state_dict()
+    before = bits(model)
+    for dtype in (None, torch.float64):
+        got = average.averaged_state_dict(dtype)
+        assert {x.dtype for x in got.values() if x.is_floating_point()} == {dtype or torch.float32}
+        assert_averages(got, expected | {"unknown": 2 * expected["0.weight"]}, torch.float32)
+        got["unknown"].fill_(9)
+        got["0.weight"].fill_(9)
+    assert bits(model) == before
     handle.remove()
     model.register_module("extra", WithExtraState())
     got = average.averaged_state_dict()

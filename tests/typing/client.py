@@ -3,7 +3,7 @@
 Some lines are wrong. Both checkers say so, or complain of an ignore that is not needed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, assert_type
 
@@ -105,6 +105,9 @@ def with_torch(model: torch.nn.Module, optimizer: torch.optim.Optimizer, path: P
     assert_type(found.score, float)
     assert_type(found.window, Reading)
     assert_type(average.averaged_state_dict(), dict[str, Any])
+    assert_type(average.variance(0.5, ddof=0), dict[str, torch.Tensor])
+    with average.sample_parameters(0.5, torch.Generator(), window=0.5) as nothing:
+        assert_type(nothing, None)
     assert_type(average.state_dict(), dict[str, Any])
     assert_type(average.to("cpu"), tailavg.torch.ParameterAverage)
     average.save(path)
@@ -161,6 +164,8 @@ def with_frames(series: pl.Series, frame: pl.DataFrame, table: DataFrame, s: Spa
     assert_type(tailavg.polars.tail_mean(frame, 0.25, by="run"), pl.DataFrame)
     assert_type(tailavg.polars.tail_mean(pl.col("loss"), rule=0.25), pl.Expr)
     assert_type(tailavg.polars.tail_mean(series, AnyTail(), window=0.25), pl.Series)
+    assert_type(tailavg.polars.tail_std(series, 0.25, ddof=0), pl.Series)
+    assert_type(tailavg.polars.tail_var(pl.col("loss"), 0.25, by="run"), pl.Expr)
     tailavg.polars.tail_mean([1.0], 0.25)  # type: ignore[type-var] # pyright: ignore[reportArgumentType]
     assert_type(tailavg.spark.tail_mean(table, "loss", [0.1, 0.25], by="run"), DataFrame)
     assert_type(tailavg.spark.saved_states(s, "checkpoint"), DataFrame)
@@ -171,6 +176,8 @@ def with_pandas(series: pd.Series, frame: pd.DataFrame, state: TailAverages) -> 
     assert_type(tailavg.pandas.tail_mean(series, 0.25, state=state), pd.Series)
     assert_type(tailavg.pandas.tail_mean(frame, rule=0.25, by="run"), pd.DataFrame)
     assert_type(tailavg.pandas.tail_mean(frame, AnyTail(), window=0.25), pd.DataFrame)
+    assert_type(tailavg.pandas.tail_std(series, 0.25, ddof=0), pd.Series)
+    assert_type(tailavg.pandas.tail_var(frame, rule=0.25, by="run"), pd.DataFrame)
     tailavg.pandas.tail_mean(series, by="run")  # type: ignore[call-overload] # pyright: ignore[reportCallIssue]
 
 
@@ -188,4 +195,5 @@ def with_checkpoints(paths: list[Path], progress: Callable[[int, int], None]) ->
     assert_type(average_checkpoints(["a.pt", "b.pt"], {"out.pt": 0.25}), list[list[Path]])
     assert_type(average_checkpoints(paths, 0.25), dict[str, Any])
     assert_type(average_checkpoints(paths, [0.5, 0.5], dtype="float32"), dict[str, Any])
-    average_checkpoints(paths, 0.25, window=3)  # type: ignore[call-overload] # pyright: ignore[reportCallIssue]
+    assert_type(average_checkpoints(paths, window=0.25, lazy=True), Iterator[tuple[str, Any]])
+    average_checkpoints(paths, 0.25, rule=3)  # type: ignore[call-overload] # pyright: ignore[reportCallIssue]

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from tailavg.io.files import whole_file, whole_folder
 
 __all__ = [
+    "PIECE",
     "REAL_DTYPES",
     "Averages",
     "Checkpoint",
@@ -40,6 +41,9 @@ _FLOATS_8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz
 _COMPLEX = {"complex128": "float64", "complex64": "float32", "complex32": "float16"}
 REAL_DTYPES: Mapping[str, str] = {name: name for name in (*_FLOATS, *_FLOATS_8)} | _COMPLEX
 """The dtypes that are averaged, each with the dtype of its real and imaginary parts."""
+
+PIECE = 2**18
+"""The numbers in a piece: enough that threads rarely wait for the GIL or for each other."""
 
 NO_NUMBERS = np.dtype(np.uint8)
 
@@ -90,11 +94,10 @@ class Checkpoint(ABC):
 
     kind: ClassVar[str] = "a file"
     """The name of the format in messages."""
-    together: ClassVar[bool] = True
-    """Whether several outputs can be written in one pass."""
     threads: ClassVar[int] = 2
-    """The number of threads that read and average. With two, one computes while the other reads;
-    more would wait for the GIL."""
+    """The number of threads that read and average. With two, one computes while the other reads."""
+    left_out: int = 0
+    """How many items the output lacks, since they belong to an optimizer."""
     path: Path
     tensors: dict[Hashable, Tensor]
     stamps: dict[Path, tuple[int, ...]]
@@ -108,13 +111,31 @@ class Checkpoint(ABC):
     def read(self, key: Hashable, start: int, stop: int, out: Piece) -> None:
         """Read the numbers from `start` to `stop` of a tensor into the bytes `out`. Thread-safe."""
 
-    @abstractmethod
-    def write(self, outputs: Sequence[Any], averages: Averages) -> None:
-        """Write this checkpoint to each output, with its tensors replaced by averages."""
+    def share(self, rank: int, size: int) -> None:
+        """Keep only the tensors that one of several processes writes."""
+        if size > 1:
+            raise CheckpointError(
+                f"{self.path}: only folders of torch.distributed.checkpoint can be averaged by "
+                "several processes; start one process"
+            )
 
     @abstractmethod
+    def write(self, outputs: Sequence[Any], averages: Averages) -> Any:
+        """Write this checkpoint to each output, with its tensors replaced by averages.
+
+        Return what `finish` needs to know of this process.
+        """
+
+    def finish(self, outputs: Sequence[Any], parts: Sequence[Any]) -> None:  # noqa: B027
+        """Complete the outputs in the first process, after all processes wrote their parts."""
+
+    @abstractmethod
+    def each(self, averages: Averages) -> Iterator[tuple[str, Any]]:
+        """Yield the name and the average of each tensor, one at a time."""
+
     def averaged(self, averages: Averages) -> Any:
         """Return this checkpoint in memory, with its tensors replaced by averages."""
+        return dict(self.each(averages))
 
     def choose(self, include: Sequence[str], exclude: Sequence[str], dtype: str | None) -> None:
         """Choose the tensors to average, and the dtype of the averages."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -180,18 +180,18 @@ class Folder(Checkpoint):
                     file.write(content)
                     sync(file)
 
-    def averaged(self, averages: Averages) -> dict[str, Any]:
-        state: dict[str, Any] = {}
+    def each(self, averages: Averages) -> Iterator[tuple[str, Any]]:
+        names: set[str] = set()
         for path, (_, file) in self._files.items():
-            for name, tensor in file.averaged(averages).items():
+            for name, tensor in file.each(averages):
                 full_name = (path.parent / name).as_posix() if path.parent.name else name
-                if full_name in state:
+                if full_name in names:
                     raise CheckpointError(
                         f"{self.path}: two files have a tensor {full_name!r}; write the average "
                         "to a folder instead"
                     )
-                state[full_name] = tensor
-        return state
+                names.add(full_name)
+                yield full_name, tensor
 
     def _content(self, path: Path) -> bytes:
         """Return the contents of a file, with the new dtype and size of the weights."""

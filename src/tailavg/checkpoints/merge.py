@@ -13,15 +13,26 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from itertools import islice, pairwise
+from itertools import cycle, islice, pairwise
 from pathlib import Path
-from typing import Any, overload
+from types import SimpleNamespace
+from typing import Any, Literal, overload
 
 import numpy as np
 
-from tailavg.checkpoints.checkpoint import Averages, Checkpoint, Piece, Tensor
+from tailavg.checkpoints.checkpoint import (
+    PIECE,
+    Averages,
+    Checkpoint,
+    CheckpointError,
+    Piece,
+    Tensor,
+)
 from tailavg.checkpoints.folders import Folder, open_file
-from tailavg.checkpoints.sums import Mean, widened
+from tailavg.checkpoints.loops import merge_loops
+from tailavg.checkpoints.processes import ALONE, Group
+from tailavg.checkpoints.runs import unfinished
+from tailavg.checkpoints.sums import Mean
 from tailavg.checkpoints.weights import Weighing, weights
 from tailavg.core.windows import Reals
 
@@ -36,9 +47,6 @@ Progress = Callable[[int, int], object]
 
 Term = tuple[Checkpoint, Sequence[float]]
 """A checkpoint, and its weight for each output."""
-
-PIECE = 2**17
-"""The numbers in a piece: enough that threads rarely wait for the GIL."""
 
 
 class Merge:
@@ -73,16 +81,32 @@ class Merge:
         """Return the paths of the checkpoints that have a weight in an output, oldest first."""
         return [checkpoint.path for checkpoint, _ in self._terms([output])]
 
-    def run(self, progress: Progress | None = None) -> None:
-        """Write the outputs. No output appears before all are complete."""
+    def run(self, progress: Progress | None = None, group: Group = ALONE) -> None:
+        """Write the outputs. No output appears before all are complete.
+
+        Each process of a group writes its share, into the folder that the first one opens.
+        """
         newest, outputs = self.newest, list(self.weights)
+        for checkpoint in self._checkpoints:
+            for output in outputs:
+                if checkpoint.path.resolve() in output.resolve().parents:
+                    raise CheckpointError(
+                        f"{output} is inside the checkpoint {checkpoint.path}; choose another path"
+                    )
+        group.together(lambda: newest.share(group.rank, group.size))
         with ExitStack() as stack:
-            targets = {output: stack.enter_context(newest.replacing(output)) for output in outputs}
-            pool = self._pool(stack)
-            for group in [outputs] if newest.together else [[output] for output in outputs]:
-                averages = self._averages(pool, self._terms(group), progress)
-                newest.write([targets[output] for output in group], averages)
-            self._check_unchanged()
+            targets = group.first(
+                lambda: [stack.enter_context(newest.replacing(output)) for output in outputs]
+            )
+
+            def write() -> Any:
+                averages = self._averages(self._pool(stack), self._terms(outputs), progress)
+                part = newest.write(targets, averages)
+                self._check_unchanged()
+                return part
+
+            parts = group.gather(group.together(write))
+            group.first(lambda: newest.finish(targets, parts))
 
     def in_memory(self, progress: Progress | None = None) -> Any:
         """Return the average for the only output in memory, and write nothing."""
@@ -91,6 +115,13 @@ class Merge:
             state = self.newest.averaged(averages)
             self._check_unchanged()
         return state
+
+    def each(self, progress: Progress | None = None) -> Iterator[tuple[str, Any]]:
+        """Yield the average of each tensor for the only output, and write nothing."""
+        with ExitStack() as stack:
+            averages = self._averages(self._pool(stack), self._terms([*self.weights]), progress)
+            yield from self.newest.each(averages)
+            self._check_unchanged()
 
     def _pool(self, stack: ExitStack) -> ThreadPoolExecutor:
         """Start the threads that average; they stop when the stack closes."""
@@ -116,11 +147,17 @@ class Merge:
         progress: Progress | None,
     ) -> Averages:
         """Yield the averages of each piece, one per weight in `terms`."""
-        tensors = self.newest.tensors
+        tensors, threads, outputs = self.newest.tensors, self.newest.threads, len(terms[0][1])
         largest = max((stop - start for _, start, stop in _pieces(tensors)), default=0)
-        memory = _Memory(largest, len(terms[0][1]))
-        submitted = (pool.submit(self._means, terms, *p, memory) for p in _pieces(tensors))
-        futures = deque(islice(submitted, 1 + self.newest.threads))
+        loops = merge_loops(outputs * len(terms) * sum(t.numbers for t in tensors.values()))
+        memory = _Memory(largest, outputs, loops)
+        # one piece is written while each thread computes one, and one more waits
+        outs = cycle([np.empty((outputs, 8 * largest), np.uint8) for _ in range(threads + 2)])
+        submitted = (
+            pool.submit(self._means, terms, *piece, memory, out)
+            for piece, out in zip(_pieces(tensors), outs, strict=False)
+        )
+        futures = deque(islice(submitted, 1 + threads))
         done, total = 0, sum(t.numbers * t.number_dtype.itemsize for t in tensors.values())
         for key, start, stop in _pieces(tensors):
             means = futures.popleft().result()
@@ -131,30 +168,41 @@ class Merge:
             yield means
 
     def _means(
-        self, terms: Sequence[Term], key: Hashable, start: int, stop: int, memory: _Memory
+        self,
+        terms: Sequence[Term],
+        key: Hashable,
+        start: int,
+        stop: int,
+        memory: _Memory,
+        out: Piece,
     ) -> list[Piece]:
-        """Return the averages of a piece, one per output."""
+        """Return the averages of a piece, one per output, in the memory `out`."""
         tensor = self.newest.tensors[key]
         piece = memory.piece[: (stop - start) * tensor.number_dtype.itemsize]
+        size = (stop - start) * tensor.mean_dtype.itemsize
+        averages = [row[:size].view(tensor.mean_dtype) for row in out]
         with np.errstate(all="ignore"):  # the mean of infinities may be NaN
             for checkpoint, row in reversed(terms):
                 checkpoint.read(key, start, stop, piece)
-                numbers = widened(piece.view(tensor.number_dtype))
                 for mean, weight in zip(memory.means, row, strict=True):
                     if weight:
-                        mean.add(piece.view(tensor.number_dtype), numbers, weight)
-            return [mean.rounded(tensor.mean_dtype) for mean in memory.means]
+                        mean.add(piece.view(tensor.number_dtype), weight)
+            for mean, average in zip(memory.means, averages, strict=True):
+                mean.round_into(average, tensor.number_dtype)
+        return averages
 
 
 class _Memory(threading.local):
     """The buffers of a thread, reused since allocating them would take as long as the sums."""
 
-    def __init__(self, size: int, outputs: int) -> None:
+    def __init__(self, size: int, outputs: int, loops: SimpleNamespace | None) -> None:
         self.piece = np.empty(8 * size, np.uint8)
-        self.means = [Mean(size) for _ in range(outputs)]
+        self.means = [Mean(size, loops) for _ in range(outputs)]
 
 
 def _open(path: Path) -> Checkpoint:
+    if reason := unfinished(path):
+        raise CheckpointError(f"{path}: unfinished, since {reason}; leave it out")
     if (path / ".metadata").is_file():
         from tailavg.checkpoints.distributed import Distributed  # needs torch
 
@@ -169,10 +217,13 @@ def _pieces(tensors: Mapping[Hashable, Tensor]) -> Iterator[tuple[Hashable, int,
             yield key, *cut
 
 
+Outputs = Mapping[Path, Weighing] | Mapping[str, Weighing]
+
+
 @overload
 def average_checkpoints(
     paths: Sequence[AnyPath],
-    rule: Mapping[Path, Weighing] | Mapping[str, Weighing],
+    window: Outputs,
     progress: Progress | None = None,
     *,
     dtype: str | None = None,
@@ -185,41 +236,59 @@ def average_checkpoints(
 @overload
 def average_checkpoints(
     paths: Sequence[AnyPath],
-    rule: Weighing,
+    window: Weighing,
     progress: Progress | None = None,
     *,
     dtype: str | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     steps: Sequence[int] | None = None,
+    lazy: Literal[False] = False,
 ) -> dict[str, Any]: ...
+
+
+@overload
+def average_checkpoints(
+    paths: Sequence[AnyPath],
+    window: Weighing,
+    progress: Progress | None = None,
+    *,
+    dtype: str | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    steps: Sequence[int] | None = None,
+    lazy: Literal[True],
+) -> Iterator[tuple[str, Any]]: ...
 
 
 def average_checkpoints(
     paths: Sequence[AnyPath],
-    rule: Weighing | Mapping[Path, Weighing] | Mapping[str, Weighing],
+    window: Weighing | Outputs,
     progress: Progress | None = None,
     *,
     dtype: str | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     steps: Sequence[int] | None = None,
-) -> dict[str, Any] | list[list[Path]]:
-    """Average checkpoints in one pass: return the average, or write one output for each rule.
+    lazy: bool = False,
+) -> dict[str, Any] | Iterator[tuple[str, Any]] | list[list[Path]]:
+    """Average checkpoints in one pass: return the average, or write one output for each window.
 
-    If `rule` is a dict of outputs, no output appears before all are complete. Otherwise nothing is
-    written, and the whole average is held in memory.
+    If `window` is a dict of outputs, no output appears before all are complete. Otherwise nothing
+    is written, and the average is held in memory: as a whole, or tensor by tensor with `lazy`.
 
     Args:
         paths: The checkpoints, oldest first: files, or folders.
-        rule: How to average: 0.25 is the mean of the last quarter of the checkpoints, 10 is the
+        window: What to average: 0.25 is the mean of the last quarter of the checkpoints, 10 is the
             mean of the last ten. It may also be a rule, or a list with one weight per checkpoint.
-            To write outputs, pass a dict from output paths to such rules.
+            To write outputs, pass a dict from output paths to such windows.
         progress: Called with the number of bytes read so far, and the total number of bytes.
         dtype: The dtype of the averages; by default the dtype of the checkpoints.
         include: Patterns of the tensors to average, such as `model.*`; all by default.
         exclude: Patterns of the tensors to copy from the newest checkpoint instead.
         steps: The step of each checkpoint, to measure windows in steps.
+        lazy: Return an iterator of names and averages, which computes one tensor at a time. A file
+            of `torch.save` is still loaded as a whole; its pairs are those of its dict.
 
     Returns:
         Without outputs, a dict of tensors by name: NumPy arrays for `.safetensors` (with the dtypes
@@ -233,11 +302,15 @@ def average_checkpoints(
             tensors, shapes or dtypes.
         OSError: If a file cannot be opened or written.
     """
-    in_memory = not isinstance(rule, Mapping)
-    rules: Any = {"": rule} if in_memory else rule
-    outputs: dict[Path, Weighing] = {Path(output): each for output, each in rules.items()}
+    in_memory = not isinstance(window, Mapping)
+    if lazy and not in_memory:
+        raise ValueError("lazy: outputs are written, not returned; pass one window")
+    windows: Any = {"": window} if in_memory else window
+    outputs: dict[Path, Weighing] = {Path(output): each for output, each in windows.items()}
     files = [Path(path) for path in paths]
     merge = Merge(files, outputs, dtype=dtype, include=include, exclude=exclude, steps=steps)
+    if lazy:
+        return merge.each(progress)
     if in_memory:
         state: dict[str, Any] = merge.in_memory(progress)
         return state

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import BinaryIO
@@ -35,6 +35,9 @@ WIDE_FIRST = list(NAMES)
 
 BUFFER = 2**20
 """How many bytes to copy at once."""
+
+WRITEBACK = 2**26
+"""After how many bytes the disk begins to write, rather than when the file is synced."""
 
 
 class Safetensors(Checkpoint):
@@ -88,8 +91,7 @@ class Safetensors(Checkpoint):
         for output in outputs:
             sync(output)
 
-    def averaged(self, averages: Averages) -> dict[str, Piece]:
-        state: dict[str, Piece] = {}
+    def each(self, averages: Averages) -> Iterator[tuple[str, Piece]]:
         for key, tensor in self.tensors.items():
             size = tensor.numbers * tensor.mean_dtype.itemsize or self._sizes[key]
             memory = np.empty(size, np.uint8)
@@ -101,8 +103,7 @@ class Safetensors(Checkpoint):
                 start += mean.nbytes
             is_real = REAL_DTYPES.get(tensor.dtype) == tensor.dtype
             dtype = tensor.mean_dtype if is_real else np.dtype(tensor.dtype)
-            state[tensor.name] = memory.view(dtype).reshape(tensor.shape)
-        return state
+            yield tensor.name, memory.view(dtype).reshape(tensor.shape)
 
     def _copy(self, key: Hashable, outputs: Sequence[BinaryIO]) -> None:
         """Copy a tensor unchanged."""
@@ -120,9 +121,10 @@ def _dtype(tensor: Tensor) -> str:
 
 
 def _write(output: BinaryIO, data: Piece) -> None:
-    """Write bytes, and start writing back the page cache every 64 MiB."""
-    before = output.tell()
+    """Write bytes, and let the disk begin with each 64 MiB when they are complete."""
+    before = output.tell() // WRITEBACK
     output.write(data.data)
-    if output.tell() // 2**26 > before // 2**26 and hasattr(os, "posix_fadvise"):
-        output.flush()
-        os.posix_fadvise(output.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    after = output.tell() // WRITEBACK
+    if after > before and hasattr(os, "posix_fadvise"):
+        start, size = before * WRITEBACK, (after - before) * WRITEBACK
+        os.posix_fadvise(output.fileno(), start, size, os.POSIX_FADV_DONTNEED)

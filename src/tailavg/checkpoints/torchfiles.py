@@ -25,7 +25,7 @@ from tailavg.checkpoints.checkpoint import (
 from tailavg.io.files import sync
 from tailavg.io.state import FORMAT
 
-__all__ = ["TorchFile"]
+__all__ = ["TorchFile", "save"]
 
 Leaves = dict[Any, Any]
 """The tensors in a file, by their path in its dicts and lists."""
@@ -141,6 +141,12 @@ class TorchFile(Checkpoint):
         else:
             out.view(tensor.number_dtype)[:] = _numbers(self._mapped[key], tensor)[start:stop]
 
+    def each(self, averages: Averages) -> Iterator[tuple[str, Any]]:
+        tree = self.averaged(averages)
+        if not isinstance(tree, Mapping):
+            raise CheckpointError(f"{self.path}: holds a {type(tree).__name__}, not a dict by name")
+        yield from tree.items()
+
     def averaged(self, averages: Averages) -> Any:
         (tree,) = self._averaged(1, averages)
         return tree
@@ -162,12 +168,7 @@ class TorchFile(Checkpoint):
 
     def write(self, outputs: Sequence[BinaryIO], averages: Averages) -> None:
         for output, tree in zip(outputs, self._averaged(len(outputs), averages), strict=True):
-            try:
-                torch.save(tree, output)
-            except RuntimeError as error:
-                if isinstance(error.__context__, OSError):  # torch hides the error of the write
-                    raise error.__context__ from None
-                raise
+            save(tree, output)
             sync(output)
 
     def _target(self, key: Hashable, leaves: Leaves) -> Piece:
@@ -182,6 +183,16 @@ class TorchFile(Checkpoint):
         for leaf, (strides, offset) in zip(tied, views, strict=True):
             leaf.data = new.as_strided(leaf.shape, strides, offset)
         return _numbers(new, replace(tensor, number_dtype=tensor.mean_dtype))
+
+
+def save(tree: Any, output: BinaryIO) -> None:
+    """Call `torch.save`, and raise the error of the write, which torch hides."""
+    try:
+        torch.save(tree, output)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
 
 
 def _numbers(leaf: Any, tensor: Tensor) -> Piece:

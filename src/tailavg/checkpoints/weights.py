@@ -18,7 +18,7 @@ from tailavg.core.readings import ByAge, Decay
 from tailavg.core.rules import ExactWindow, WindowRule
 from tailavg.core.windows import AnyWindow, Fixed, Growing, Reals
 
-__all__ = ["Weighing", "natural", "read_weights", "steps_of", "weights"]
+__all__ = ["Weighing", "chosen", "natural", "read_weights", "steps_of", "weights"]
 
 Weighing = AnyWindow | WindowRule | ByAge | Sequence[float] | Reals
 """A window, which stands for its exact mean; a rule; or a weight for each checkpoint."""
@@ -99,6 +99,41 @@ def steps_of(paths: Sequence[Path]) -> list[int]:
     if steps[-1] < 1:
         raise CheckpointError(f"{paths[-1]}: the last step is {steps[-1]}, but must be at least 1")
     return steps
+
+
+def chosen(
+    paths: Sequence[Path],
+    *,
+    start: int | None = None,
+    end: int | None = None,
+    every: int | None = None,
+    last: int | None = None,
+) -> list[Path]:
+    """Return some of these checkpoints, which are in order.
+
+    Args:
+        paths: The checkpoints, oldest first.
+        start: The first step.
+        end: The last step.
+        every: The least number of steps between two of them, counted back from the newest.
+        last: How many of the newest.
+
+    Examples:
+        >>> paths = [Path(f"iter_{step}") for step in (100, 200, 250, 300, 400)]
+        >>> [path.name for path in chosen(paths, start=200, every=100)]
+        ['iter_200', 'iter_300', 'iter_400']
+        >>> [path.name for path in chosen(paths, end=300, last=2)]
+        ['iter_250', 'iter_300']
+    """
+    kept = list(paths)
+    if paths and not (start is None and end is None and every is None):
+        kept, next_step = [], None
+        for path, step in reversed(list(zip(paths, steps_of(paths), strict=True))):
+            is_in = (start is None or step >= start) and (end is None or step <= end)
+            if is_in and (next_step is None or next_step - step >= (every or 0)):
+                kept.insert(0, path)
+                next_step = step
+    return kept if last is None else kept[-last:]
 
 
 def read_weights(path: Path, files: int) -> Reals:

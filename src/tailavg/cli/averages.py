@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 
 from tailavg.cli.options import Reads
+from tailavg.io.state import stream_entry
 from tailavg.numpy import TailAverages
-from tailavg.numpy.arithmetic import Array
+from tailavg.numpy.arithmetic import Array, Statistic
 from tailavg.numpy.average import NanPolicy
 from tailavg.numpy.kernel import LONG, kernel
 from tailavg.numpy.keyed import Part, part_of
 
-_ENTRY = ("count", "starts", "blocks", "folded", "partial")  # the state of a key
-_EMPTY: tuple[Any, ...] = (0, [], [], 0, 0.0)
+_STD = Statistic.named("std", ddof=1)
 
 
 class Averages:
@@ -28,17 +28,27 @@ class Averages:
         columns: The number of columns.
         every: Return averages only for every N-th row of a key.
         nan: The `nan_policy` of each average.
+        std: Whether to return a standard deviation after each average.
     """
 
     def __init__(
-        self, reads: Reads, columns: int, every: int = 1, nan: NanPolicy = "propagate"
+        self,
+        reads: Reads,
+        columns: int,
+        every: int = 1,
+        nan: NanPolicy = "propagate",
+        std: bool = False,
     ) -> None:
+        self.std = std
+        self._empty = stream_entry(std)
         self.rules = list(dict.fromkeys(rule for rule, _ in reads))
         self._reads = [(self.rules.index(rule), window) for rule, window in reads]
         self._columns, self._every = columns, every
         self._scanned = 0  # the rows that `scan` has taken
         self._tables = [
-            TailAverages(rule, nan_policy=nan) for _ in range(columns) for rule in self.rules
+            TailAverages(rule, nan_policy=nan, variance=std)
+            for _ in range(columns)
+            for rule in self.rules
         ]
 
     def __len__(self) -> int:
@@ -59,12 +69,15 @@ class Averages:
                 table.update(key, number)
         if self._every > 1 and self._tables[0][key].count % self._every:
             return []
-        columns = range(0, len(self._tables), rules)
-        return [
-            table.value(key, window) if key in (table := self._tables[i + rule]) else math.nan
-            for i in columns
-            for rule, window in self._reads
-        ]
+        answer = []
+        for i in range(0, len(self._tables), rules):
+            for rule, window in self._reads:
+                table = self._tables[i + rule]
+                known = key in table
+                answer.append(table.value(key, window) if known else math.nan)
+                if self.std:
+                    answer.append(table.std(key, window) if known else math.nan)
+        return answer
 
     def scan(self, rows: Array, keys: list[str]) -> tuple[Array, Iterable[bool]]:
         """Take rows. Return averages after the rows that `every` selects, and a mask of these rows.
@@ -92,37 +105,51 @@ class Averages:
         return counts + before[codes]
 
     def _scan(self, codes: Array | None, names: Any, rows: Array) -> Array:
-        """Return the averages after each row, in one column for each average."""
-        several = len(self._reads)
+        """Return the averages after each row, in one column for each average.
+
+        With `std`, a column of standard deviations follows each column of averages.
+        """
         self._scanned += len(rows)
         if self._scanned >= LONG:
             kernel(LONG)  # imports numba, which is then used for all but the smallest blocks
-        out = np.empty((len(rows), self._columns * several))
+        out = np.empty((len(rows), self._columns, len(self._reads), 1 + self.std))
         for i, table in enumerate(self._tables):
             column, rule = divmod(i, len(self.rules))
             places = [place for place, read in enumerate(self._reads) if read[0] == rule]
             part: Part = codes, names, np.ascontiguousarray(rows[:, column])
             windows = [self._reads[place][1] for place in places]
+            if self.std:  # in a second scan from the same state
+                before = table.subset(names)
+                (stds,) = before.scan_parts([part], windows, same_bits=True, statistic=_STD)
+                out[:, column, places, 1] = stds.T
             (averages,) = table.scan_parts([part], windows, same_bits=True)
-            out[:, [column * several + place for place in places]] = averages.T
-        return out
+            out[:, column, places, 0] = averages.T
+        return out.reshape(len(rows), -1)
 
     def saved(self) -> Iterator[tuple[str, list[Any]]]:
         """Yield each key, with its averages as plain data."""
         for key in self._keys():
-            steps = [table.steps_of(key) if key in table else _EMPTY for table in self._tables]
-            yield key, [dict(zip(_ENTRY, each, strict=True)) for each in steps]
+            yield (
+                key,
+                [
+                    dict(zip(self._empty, table.steps_of(key), strict=True))
+                    if key in table
+                    else self._empty
+                    for table in self._tables
+                ],
+            )
 
     def restore(self, key: Any, saved: Any) -> None:
         """Add a key from `saved`. An invalid key or state may raise any exception."""
         if not isinstance(key, str) or not isinstance(saved, list):
             raise ValueError(f"expected a key and a list, got {key!r}")
-        if len(saved) != len(self._tables) or any(set(entry) != set(_ENTRY) for entry in saved):
+        names = self._empty.keys()
+        if len(saved) != len(self._tables) or any(entry.keys() != names for entry in saved):
             raise ValueError(f"expected averages of {self._columns} columns, got {len(saved)}")
         for table, entry in zip(self._tables, saved, strict=True):
-            for x in (*entry["blocks"], entry["partial"]):
+            spread = (*entry["variances"], entry["squares"]) if self.std else ()
+            for x in (*entry["blocks"], entry["partial"], *spread):
                 if x.__class__ is not float:
                     raise ValueError(f"expected a number, got {x!r}")
-            steps = tuple(entry[name] for name in _ENTRY)
-            if steps != _EMPTY:  # a key may have no samples in a column
-                table.restore([(key, *steps)])
+            if entry != self._empty:  # a key may have no samples in a column
+                table.restore([(key, *(entry[name] for name in names))])

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from enum import StrEnum
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -25,7 +26,15 @@ LARGEST = 1e300
 """Larger values are drawn here, since the largest floats would overflow in a picture."""
 
 BANDED = 256
-"""The most rows at which standard errors are computed."""
+"""The most rows at which the width of the band is computed."""
+
+
+class BandKind(StrEnum):
+    """What the band around an average shows: its standard error, or the spread of the samples."""
+
+    error = "error"
+    std = "std"
+    none = "none"
 
 
 class Grid:
@@ -109,7 +118,7 @@ class Bins(NamedTuple):
 
 
 class Band(NamedTuple):
-    """One standard error around a curve."""
+    """One standard error, or one standard deviation, around a curve."""
 
     x: Array
     low: Array
@@ -127,7 +136,7 @@ class Line:
     now: float
     """The last value."""
     error: float
-    """The standard error of the last value; NaN if it is unknown."""
+    """Half the width of the band at the last value; NaN if it is unknown."""
     name: str = ""
     colour: str = ""
     dashes: int = 0
@@ -155,18 +164,22 @@ class Track:
         reads: Reads,
         most: int,
         log: bool,
-        band: bool,
+        band: BandKind,
         after: int = 0,
         nan: NanPolicy = "propagate",
     ) -> None:
-        self.averages = [(TailAverage(rule, nan_policy=nan), reading) for rule, reading in reads]
+        self._std = band is BandKind.std
+        self.averages = [
+            (TailAverage(rule, nan_policy=nan, variance=self._std), reading)
+            for rule, reading in reads
+        ]
         self.count = 0
         self._after = after  # only later rows are drawn
         self._grid = Grid(most, log)
         self._bins: Bins | None = None
-        self._banded = Grid(BANDED, log) if band else None
+        self._banded = None if band is BandKind.none else Grid(BANDED, log)
         self._noted: list[tuple[int, float, list[float], list[float]]] = []
-        """The row, x, and the values and standard errors of the averages, at some rows."""
+        """The row, x, and the values and errors of the averages, at some rows."""
         self._last = math.nan
 
     def take(self, xs: Array, ys: Array) -> None:
@@ -192,7 +205,7 @@ class Track:
         self._bins = bins
 
     def _scan(self, xs: Array, ys: Array) -> Array:
-        """Return the averages after each sample. Note standard errors at some samples."""
+        """Return the averages after each sample. Note errors at some samples."""
         averages = np.empty((len(self.averages), len(ys)))
         stops = self._stops(len(ys))
         for start, stop in pairwise(sorted({0, *stops, len(ys)})):
@@ -200,17 +213,24 @@ class Track:
                 curve[start:stop] = average.scan(ys[start:stop], reading)
             if stop in stops and self.count + stop > self._after:
                 values = averages[:, stop - 1].tolist()
-                errors = [_standard_error(*each) for each in self.averages]
+                errors = [self._error(*each) for each in self.averages]
                 self._noted.append((self.count + stop, float(xs[stop - 1]), values, errors))
         return averages
 
     def _stops(self, samples: int) -> set[int]:
-        """Return the numbers of the next samples after which to note standard errors."""
+        """Return the numbers of the next samples after which to note errors."""
         if self._banded is None:
             return set()
         while self._banded.widen((self.count + samples) // self._banded.width):
             self._noted = [noted for noted in self._noted if noted[0] % self._banded.width == 0]
         return set((self._banded.ends(self.count, self.count + samples) - self.count).tolist())
+
+    def _error(self, average: TailAverage, reading: Any) -> float:
+        """Return half the width of the band; NaN before the first sample."""
+        if not average.count:
+            return math.nan
+        error: float = average.std(reading) if self._std else average.standard_error(reading)
+        return error
 
     def lines(self) -> list[Line]:
         """Return the curve of the samples, and then the curves of the averages."""
@@ -223,7 +243,7 @@ class Track:
             now = average.value(reading) if average.count else math.nan
             error, band = math.nan, None
             if self._banded is not None:
-                error = _standard_error(average, reading)
+                error = self._error(average, reading)
                 band = self._band(i, now, error)
             lines.append(Line(i, bins[i + 1], band, now, error))
         return lines
@@ -240,8 +260,3 @@ class Track:
         spread[1:][np.diff(x) < 0] = np.nan  # a gap where x falls
         low, high = ((value + sign * spread).clip(-LARGEST, LARGEST) for sign in (-1, 1))
         return Band(x, low, high)
-
-
-def _standard_error(average: TailAverage, reading: Any) -> float:
-    """Return the standard error of an average; NaN before its first sample."""
-    return average.standard_error(reading) if average.count else math.nan

@@ -77,12 +77,13 @@ class PlainInput:
     sought: str = ""  # what is searched for, in messages; by default, the columns
     names: list[str] = field(default_factory=list)  # the names of all columns, once known
     suffixes: list[str] = field(default_factory=lambda: [""])  # one for each average of a column
+    statistics: tuple[str, ...] = ("average",)  # the columns to write for each suffix
     reader: BlockReader = field(default_factory=BlockReader)
 
     @property
     def averages(self) -> list[str]:
-        """The names of the averages."""
-        return [f"average{suffix}" for suffix in self.suffixes]
+        """The names of the averages, each followed by that of its standard deviation, if any."""
+        return [f"{name}{suffix}" for suffix in self.suffixes for name in self.statistics]
 
     def take_header(self, block: bytes) -> bytes:
         """Return the block unchanged: there is no header."""
@@ -139,7 +140,7 @@ class PlainInput:
                 fail(f"no column {short(name)} in the header; {nearest(name, self.names)}")
         for name in self.averages:
             if name in self.names:
-                fail(f"the input already has a column {name!r}, the name of the average; rename it")
+                fail(f"the input already has a column {name!r}, as the output will; rename it")
 
     def place(self, name: str) -> int | None:
         """Return the index of a column that is given by its name or its number, if there is one."""
@@ -159,8 +160,9 @@ class CsvInput(PlainInput):
 
     @property
     def averages(self) -> list[str]:
-        """The names of the averages."""
-        return [f"{name}_average{suffix}" for name in self.columns for suffix in self.suffixes]
+        """See `PlainInput`."""
+        endings = super().averages
+        return [f"{column}_{ending}" for column in self.columns for ending in endings]
 
     def take_header(self, block: bytes) -> bytes:
         """Return the block without its header, which may be missing when resuming from a state."""
@@ -301,7 +303,7 @@ class JsonInput(CsvInput):
                 key = json.dumps(key)
         if not fields.keys().isdisjoint(self._taken):
             taken = min(self._taken & fields.keys())
-            raise ValueError(f"expected no field {taken!r}, the name of the average")
+            raise ValueError(f"expected no field {taken!r}, which the output adds")
         if not self.names:
             self.names = list(fields)
         return numbers, key

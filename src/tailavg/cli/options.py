@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from decimal import Decimal
 from enum import StrEnum
 
 import typer
@@ -22,9 +24,10 @@ WINDOW = typer.Option(
     "--window",
     "-w",
     help="How much to average: 100 is the last hundred; 0.25 or 25% is the last quarter; "
-    "1 is the last one, 1.0 all of them.",
+    "1 is the last one, 1.0 all of them; 10k, 4M and 50B are counts, too.",
 )
 DEFAULT_WINDOW = "0.25"
+POWERS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 WINDOWS = typer.Option(help="Several windows at once, such as 0.1,0.25,100; replaces --window.")
 AT_MOST = typer.Option(help="The largest window that a fraction grows to.")
 METHOD = typer.Option(
@@ -70,13 +73,15 @@ def parse_window(text: str, at_most: int | None = None) -> Window:
         (Fixed(k=1), Growing(c=1.0, at_most=None))
         >>> parse_window("1e3"), parse_window("1_000"), parse_window("25%")
         (Fixed(k=1000), Fixed(k=1000), Growing(c=0.25, at_most=None))
+        >>> parse_window("50B"), parse_window("4.2M")
+        (Fixed(k=50000000000), Fixed(k=4200000))
     """
     try:
         window = as_window(_window_number(text))
     except ValueError:
         raise typer.BadParameter(
-            "expected a window: a count from 1 to 2^62, such as 1000, 1_000 or 1e3, or a fraction "
-            f"up to 1.0, such as 0.25 or 25%; got {text!r}"
+            "expected a window: a count from 1 to 2^62, such as 1000, 1_000, 1e3 or 1k, or a "
+            f"fraction up to 1.0, such as 0.25 or 25%; got {text!r}"
         ) from None
     if at_most is None:
         return window
@@ -93,12 +98,17 @@ def _window_number(text: str) -> int | float:
     text = text.strip()
     if text.endswith("%"):
         return float(f"{text[:-1].rstrip()}e-2")  # dividing by 100 would round twice
+    if re.fullmatch(r"\d[\d_]*(\.\d+)?[kKMBT]", text):
+        number = Decimal(text[:-1]) * POWERS[text[-1].upper()]
+        if number % 1:
+            raise ValueError(text)
+        return int(number)
     try:
         return int(text)
     except ValueError:
-        number = float(text)
-    is_count = "e" in text.lower() and number >= 1 and number.is_integer()
-    return int(number) if is_count else number
+        fraction = float(text)
+    is_count = "e" in text.lower() and fraction >= 1 and fraction.is_integer()
+    return int(fraction) if is_count else fraction
 
 
 def parse_windows(

@@ -10,7 +10,7 @@ from warnings import catch_warnings, simplefilter
 import numpy as np
 import typer
 
-from tailavg.cli.charts import LISTED, Chart, Panel
+from tailavg.cli.charts import LISTED, Chart, Panel, limits
 from tailavg.cli.common import fail, say
 from tailavg.cli.curves import Line
 from tailavg.io.files import check_writable, whole_file
@@ -76,6 +76,9 @@ def _draw_panel(chart: Chart, panel: Panel, axes: Axes) -> None:
         axes.set_yscale("log", nonpositive="mask")
     axes.set_ylabel(panel.name, parse_math=False)
     named = [line for line in panel.lines if line.listed]
+    drawn = [line.points()[1] for line in panel.lines]
+    drawn += [line.band.low for line in panel.lines if line.band is not None]
+    floor = limits(drawn, log=True)[0] if chart.log_y else -np.inf  # of bands that reach below 0
     for line in panel.lines:
         style: dict[str, Any] = {"color": line.colour}
         if line in named[:LISTED]:  # a name that begins with an underscore would be hidden
@@ -86,7 +89,9 @@ def _draw_panel(chart: Chart, panel: Panel, axes: Axes) -> None:
         else:
             _draw_line(axes, line, "o", 3, linestyle=DASHES[line.dashes], zorder=3, **style)
         if line.band is not None:
-            axes.fill_between(*line.band, color=line.colour, alpha=0.2, linewidth=0, zorder=2)
+            x, *edges = line.band
+            low, high = (np.maximum(edge, floor) for edge in edges)
+            axes.fill_between(x, low, high, color=line.colour, alpha=0.2, linewidth=0, zorder=2)
     if named:
         unnamed = len(named) - LISTED
         legend = axes.legend(title=f"and {unnamed} more" if unnamed > 0 else None)

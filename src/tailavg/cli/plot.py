@@ -20,7 +20,7 @@ from tailavg.cli import options, signals
 from tailavg.cli.blocks import Blocks
 from tailavg.cli.charts import Chart, Panel, printable, styled
 from tailavg.cli.common import fail, say
-from tailavg.cli.curves import Track
+from tailavg.cli.curves import BandKind, Track
 from tailavg.cli.lines import Block, Rows, choose_input
 from tailavg.cli.options import Method, parse_reads, parse_windows
 from tailavg.cli.page import page
@@ -73,8 +73,13 @@ def plot(
     log_y: Annotated[bool, typer.Option("--log-y", help="A logarithmic vertical axis.")] = False,
     raw: Annotated[bool, typer.Option(help="Draw the samples, thin, behind the averages.")] = True,
     band: Annotated[
-        bool, typer.Option(help="Draw a band of one standard error around each average.")
-    ] = True,
+        BandKind,
+        typer.Option(
+            metavar="KIND",
+            help="The band around each average: error (one standard error), std (one standard "
+            "deviation of the samples) or none.",
+        ),
+    ] = BandKind.error,
     after: Annotated[
         int,
         typer.Option(min=0, help="Skip this many numbers in the picture, but not in the averages."),
@@ -131,10 +136,11 @@ def plot(
     if output is not None:
         check(output, "--output", "html")
     bins = BINS if output is None else DETAIL.get(output.suffix.lower(), BINS)
-    banded = band and method in (Method.anytime, Method.freshest)
+    if band is BandKind.error and method not in (Method.anytime, Method.freshest):
+        band = BandKind.none  # no blocks to estimate an error from
     titles = [window_title(each) for each in parsed]
     track = partial(
-        Track, reads, bins, log_x, banded, after, nan="omit" if nan == "omit" else "propagate"
+        Track, reads, bins, log_x, band, after, nan="omit" if nan == "omit" else "propagate"
     )
     curves = Curves(names, titles, raw, track)
     counted = STEP if any(logs) else "row" if column or fields or match or regex else "sample"

@@ -67,6 +67,9 @@ def stream(
         ),
     ] = None,
     at_most: Annotated[int | None, options.AT_MOST] = None,
+    std: Annotated[
+        bool, typer.Option("--std", help="Write a standard deviation after each average.")
+    ] = False,
     every: Annotated[
         int, typer.Option(min=1, metavar="N", help="Write an average only after every N-th number.")
     ] = 1,
@@ -109,11 +112,13 @@ def stream(
     else:
         reads = _share(parsed, method, accumulators)
         source.suffixes = [f"_{window_name(each)}" for each in parsed]
+    if std:
+        source.statistics = "average", "std"
     if every > NEVER:  # not `max` of the option: help would show its 19 digits
         raise typer.BadParameter("--every: expected at most 2^63 - 1")
     if nan == "omit" and every > 1:
         raise typer.BadParameter("--every counts all numbers: use it without --nan omit")
-    session = Session(reads, source, output_format, every, skip_bad, nan)
+    session = Session(reads, source, output_format, every, skip_bad, nan, std)
     with ExitStack() as stack:
         blocks: Iterable[bytes]
         if is_log:
@@ -230,11 +235,12 @@ class Session(Rows):
         every: int,
         skip_bad: bool,
         nan: NanPolicy = "propagate",
+        std: bool = False,
     ) -> None:
         super().__init__(source, skip_bad, refuse_nan=nan == "raise", need_all=every > 1)
         self.reads, self.format, self.nan = reads, output_format, nan
         self.headed = False  # whether the header was written, now or before a resume
-        self.averages = Averages(reads, len(source.columns), every, nan)
+        self.averages = Averages(reads, len(source.columns), every, nan, std)
 
     def answer(self, block: bytes) -> bytes:
         """Take a block of lines, and return the output for it."""
@@ -305,6 +311,7 @@ class Session(Rows):
             "columns": self.source.columns,
             "by": self.source.by,
             "format": str(self.format),
+            "std": self.averages.std,
             "averages": self.source.averages,
             "nan": self.nan,
         }

@@ -45,7 +45,8 @@ Averages by key (`TailAverages`) have the format `"tailavg by key"`. Besides `ve
 `held` is the number of blocks of each key, and `keys` is JSON as bytes, with tuples as lists.
 
 `tailavg stream` saves lines of JSON. The first line has the options. Each further line is a list of
-a key and its averages; an average is a dict of `count`, `starts`, `blocks`, `folded` and `partial`.
+a key and its averages; an average is a dict of `count`, `starts`, `blocks`, `folded` and `partial`,
+and with `--std` of `variances` and `squares`.
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ __all__ = [
     "read_keyed",
     "rule_from",
     "state",
+    "stream_entry",
     "unnamed",
     "write_file",
     "write_folder",
@@ -101,7 +103,7 @@ VERSION = 1
 
 STREAM = "tailavg stream"
 """The `format` of the states of `tailavg stream`."""
-STREAM_VERSION = 3
+STREAM_VERSION = 4
 
 _HEADER: dict[str, Any] = {"format": str, "version": int, "rule": Mapping, "nan_policy": str}
 _FIELDS: dict[str, Any] = _HEADER | {
@@ -517,6 +519,12 @@ def _as_list(array: npt.NDArray[Any]) -> Any:
     return array.tolist()
 
 
+def stream_entry(std: bool) -> dict[str, Any]:
+    """Return the state of an average without samples, as `tailavg stream` saves it."""
+    spread: dict[str, Any] = {"variances": [], "squares": 0.0} if std else {}
+    return {"count": 0, "starts": [], "blocks": [], "folded": 0, "partial": 0.0, **spread}
+
+
 def _read_stream(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read the average in a state of `tailavg stream`. Raise a ValueError if there are several."""
     with Path(path).open("rb") as file, _reading(path):
@@ -524,11 +532,12 @@ def _read_stream(path: str | os.PathLike[str]) -> dict[str, Any]:
         if (saved["format"], saved["version"]) != (STREAM, STREAM_VERSION):
             raise ValueError(f"format {saved['format']!r}, version {saved['version']!r}")
         options = saved["options"]
-        if options["by"] is None and len(options["averages"]) == 1:
+        std = bool(options["std"])
+        if options["by"] is None and len(options["averages"]) == 1 + std:
             entries = list(map(json.loads, file))
             if len(entries) != saved["keys"]:
                 raise ValueError(f"{len(entries)} averages instead of {saved['keys']}")
-            fields: Any = {"count": 0, "starts": [], "blocks": [], "folded": 0, "partial": 0.0}
+            fields: Any = stream_entry(std)
             for _, (average,) in entries:
                 fields = average
             rule, dtype = rule_from(options["rule"][0]), "float64" if entries else None
@@ -575,10 +584,15 @@ def write_folder(
     """
     state, written = check(state), written or {}
     starts, blocks = state["starts"], state["blocks"]
-    arrays = {f"sum.{name}": value for name, value in state["partial"].items()}
-    if starts and state["folded"] > starts[-1]:
-        arrays |= {f"mean.{name}": value for name, value in blocks[len(starts) - 1].items()}
-    fields = {key: value for key, value in state.items() if key not in ("blocks", "partial")}
+    arrays = _prefixed("sum.", state["partial"])
+    if "variances" in state:
+        arrays |= _prefixed("square.", state["squares"])
+        pairs = zip(blocks, state["variances"], strict=True)
+        blocks = [_prefixed("mean.", mean) | _prefixed("variance.", v) for mean, v in pairs]
+        arrays |= blocks[len(starts) - 1] if starts else {}
+    elif starts and state["folded"] > starts[-1]:
+        arrays |= _prefixed("mean.", blocks[len(starts) - 1])
+    fields = {key: value for key, value in state.items() if key not in _ARRAYS[1:]}
     with whole_folder(path, _holds_state) as folder:
         for i, name in enumerate(_block_files(starts)):
             if i not in written or not _linked(written[i], folder / name):
@@ -603,13 +617,26 @@ def _read_folder(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ValueError(
             f"{path}: incomplete, or not saved by tailavg: there is no file {error.filename}"
         ) from error
-    partial, mean = (
-        {name.removeprefix(kind): array for name, array in arrays.items() if name.startswith(kind)}
-        for kind in ("sum.", "mean.")
-    )
-    if starts:
+    partial, squares = _without_prefix("sum.", arrays), _without_prefix("square.", arrays)
+    if squares:
+        blocks += [arrays] if starts else []
+        state["squares"] = squares
+        state["variances"] = [_without_prefix("variance.", block) for block in blocks]
+        blocks = [_without_prefix("mean.", block) for block in blocks]
+    elif starts:
+        mean = _without_prefix("mean.", arrays)
         blocks.append(mean or {name: np.zeros_like(array) for name, array in partial.items()})
     return check({**state, "blocks": blocks, "partial": partial})
+
+
+def _prefixed(prefix: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    return {prefix + name: array for name, array in arrays.items()}
+
+
+def _without_prefix(prefix: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arrays whose names have the prefix, under the names without it."""
+    names = [name for name in arrays if name.startswith(prefix)]
+    return {name.removeprefix(prefix): arrays[name] for name in names}
 
 
 def _holds_state(folder: Path) -> bool:

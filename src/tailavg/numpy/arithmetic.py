@@ -62,6 +62,9 @@ class Statistic(NamedTuple):
 
     def of_spread(self, spread: Any, weights_squared: Any) -> Any:
         """Return the statistic, given the weighted mean squared deviation and Σ α²."""
+        spread = spread * (
+            weights_squared < 1.0
+        )  # one sample has no rounding errors, but may be NaN
         if self.ddof:
             spread = np.divide(spread, 1.0 - weights_squared)  # one sample has no variance: NaN
         return np.sqrt(spread) if self.of == STD else spread

@@ -66,7 +66,7 @@ def block_weights(
         each[now], of_old = weights(old, new, np.maximum(0.0, old + new - k[now]), np.sqrt)
         if old:
             of_closed.append((oldest, now, of_old))
-        newer = range(oldest + 1, len(ends))
+        newer = [block for block in range(oldest + 1, len(ends)) if ends[block] > blocks[block]]
         of_closed += [(block, now, each[now] * (ends[block] - blocks[block])) for block in newer]
         begin = end
     return each, of_closed
@@ -273,7 +273,8 @@ def scan_exact_spread(
         squares[run:] = squares[run:] + squares[:-run] + apart * apart * (run / 2)
         means[run:] = means[:-run] + apart / 2
         run *= 2
-    out[...] = statistic.of_spread(square / sizes, 1.0 / sizes)
+    variance = np.where(np.isfinite(mean), square / sizes, np.nan)
+    out[...] = statistic.of_spread(variance, 1.0 / sizes)
 
 
 def scan_exact(clock: SampleClock, before: Array, xs: Array, out: Array) -> None:

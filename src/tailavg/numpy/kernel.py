@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
 from types import FunctionType, SimpleNamespace
@@ -31,7 +32,16 @@ from tailavg.core.equation import weights
 from tailavg.core.windows import TIE, Fixed, Window
 from tailavg.numpy.arithmetic import MEAN, NOISE, STD
 
-__all__ = ["GIVEN", "LONG", "SHORT", "installed", "kernel", "plain_loops", "window_numbers"]
+__all__ = [
+    "GIVEN",
+    "LONG",
+    "SHORT",
+    "compiled",
+    "installed",
+    "kernel",
+    "plain_loops",
+    "window_numbers",
+]
 
 LONG = 20_000
 """From this many numbers on, numba saves more time than its import takes, half a second."""
@@ -381,21 +391,20 @@ def scan_spread_rows(
 ) -> None:
     """Do the work of `scan_spread` for each column of a matrix, or only add to the squares."""
     n, width = len(xs), xs.shape[1]
+    copied = column[:n]
     for j in range(width):
-        x = xs.reshape(xs.size) if width == 1 else column[:n]
         if width > 1:
-            for i in range(n):
-                x[i] = xs[i, j]
+            copied[:] = xs[:, j]
+        x = xs.reshape(xs.size) if width == 1 else copied  # for numba, xs may be read-only
         if statistic[0] == MEAN:
             squares[j] = add_squares(x, factors, means[-1, j], squares[j])
             continue
-        averages = out.reshape(out.size) if width == 1 else x
+        averages = out.reshape(out.size) if width == 1 else copied
         closed = moments(means, variances, j, oldest, blocks, sizes)
         how = factors, each, of_old, scales, means[-1, j], closed, sums[j], squares[j]
         sums[j], squares[j] = scan_spread(x, averages, *how, statistic, room)
         if width > 1:
-            for i in range(n):
-                out[i, j] = averages[i]
+            out[:, j] = copied
 
 
 def scan_blocks(
@@ -850,7 +859,7 @@ def scan_decaying(
     numbers, averages = xs.reshape(xs.size), out.reshape(out.size)
     scales, factors, room = np.empty(FOLD), np.empty(FOLD), np.empty(FOLD, xs.dtype)
     width, spread, column = xs.shape[1], squares.shape[1] > 0, np.empty(FOLD, xs.dtype)
-    kept, divisors = np.empty(FOLD), np.empty(FOLD)
+    kept, scales_of_spread = np.empty(FOLD), np.empty(FOLD)
     nothing, sizes = np.empty(0, np.int64), np.empty(0)
     for group in range(len(counts)):
         at, end = bounds[group], bounds[group + 1]
@@ -888,10 +897,13 @@ def scan_decaying(
                 for i in range(n):  # in place of an old block, the mean since the last fold
                     step = float(t) + _RAMP[i]
                     kept[i] = decay * scale[i]
-                    divisors[i] = 1.0 - statistic[1] / min(step, size_at(step, window))
-                    divisors[i] = 1.0 / divisors[i]
+                    size = min(step, size_at(step, window))
+                    if size > 1.0:
+                        scales_of_spread[i] = 1.0 / (1.0 - statistic[1] / size)
+                    else:  # one sample, whose deviation from the shift is rounded
+                        scales_of_spread[i] = np.nan if statistic[1] else 0.0
                 averages_now = out[at : at + n] if len(out) else out
-                now = xs[at : at + n], averages_now, factor, scale, kept[:n], divisors[:n]
+                now = xs[at : at + n], averages_now, factor, scale, kept[:n], scales_of_spread[:n]
                 state = mean, variance, 0, nothing, sizes, total, square
                 scan_spread_rows(*now, *state, statistic, room, column)
             at += n
@@ -998,21 +1010,36 @@ def kernel(numbers: int, groups: int = 1, *, same_bits: bool = False) -> SimpleN
 
 @lru_cache
 def _compiled() -> SimpleNamespace | None:
-    """Compile the loops, each when it is first called, or read them from numba's cache on disk.
+    """Compile the loops of this file.
 
     numba renews the cache only when this file changes: after a change of `tailavg.core.equation`,
     change this file, too.
     """
+    return compiled(_LOOPS, globals())
+
+
+def compiled(
+    loops: Sequence[Any], names: Mapping[str, Any], **options: Any
+) -> SimpleNamespace | None:
+    """Return compiled loops by name, or None if numba cannot be imported.
+
+    Each is compiled when it is first called, or read from numba's cache on disk.
+
+    Args:
+        loops: Functions of one file.
+        names: The globals of that file.
+        **options: Options of `numba.njit`.
+    """
     try:
         from numba import njit
     except ImportError as error:  # for example, numba does not support this NumPy
-        warnings.warn(f"numba cannot be imported, so scans are slower: {error}", stacklevel=3)
+        warnings.warn(f"numba cannot be imported, so loops are slower: {error}", stacklevel=4)
         return None
-    names = dict(globals())  # the compiled loops find each other here, by the same names
-    for loop in _LOOPS:
+    names = dict(names)  # the compiled loops find each other here, by the same names
+    for loop in loops:
         copy = FunctionType(loop.__code__, names, loop.__name__)
         try:
-            names[loop.__name__] = njit(cache=True, error_model="numpy")(copy)
+            names[loop.__name__] = njit(cache=True, error_model="numpy", **options)(copy)
         except RuntimeError:  # there is no writable folder for a cache
-            names[loop.__name__] = njit(error_model="numpy")(copy)
-    return SimpleNamespace(**{loop.__name__: names[loop.__name__] for loop in _LOOPS})
+            names[loop.__name__] = njit(error_model="numpy", **options)(copy)
+    return SimpleNamespace(**{loop.__name__: names[loop.__name__] for loop in loops})

@@ -238,20 +238,36 @@ class TailAverages(Mapping[Any, TailAverage]):
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
+        return f"<{self._as_call()}: {len(self) or 'no'} keys>"
+
+    def _as_call(self) -> str:
+        """Return the call that makes such averages, without keys."""
         options = repr(self.rule)
         if self.nan_policy != "propagate":
             options += f", nan_policy={self.nan_policy!r}"
         if self._variance:
             options += ", variance=True"
-        return f"<TailAverages({options}): {len(self) or 'no'} keys>"
+        return f"TailAverages({options})"
 
     def copy(self) -> Self:
         """Return an independent copy."""
+        return self.subset(self)
+
+    def subset(self, keys: Iterable[Any]) -> Self:
+        """Return an independent copy with only these keys. Unknown keys are left out.
+
+        Examples:
+            >>> averages = TailAverages(2)
+            >>> averages.update_many(["a", "b"], [1.0, 2.0])
+            >>> list(averages.subset(["b", "c"]))
+            ['b']
+        """
         self._settle()
         copy = object.__new__(type(self))
         copy.__dict__.update(self.__dict__)
-        copy._rows, copy._free, copy._live = self._rows.copy(), self._free.copy(), {}
-        copy._table = self._table.take(np.arange(len(self._table)))
+        known = {key: self._rows[key] for key in keys if key in self._rows}
+        copy._table = self._table.take(np.array(list(known.values()), np.int64))
+        copy._rows, copy._free, copy._live = {key: row for row, key in enumerate(known)}, [], {}
         return copy
 
     __copy__ = copy
@@ -625,7 +641,9 @@ def averages_for(
     if not isinstance(state, TailAverages):
         raise TypeError(f"state: expected TailAverages, got {type(state).__name__}")
     if state._empty != new._empty:
-        raise ValueError(f"state: expected the averages of {new}, like the arguments; got {state}")
+        raise ValueError(
+            f"state: expected {new._as_call()}, like the arguments, got {state._as_call()}"
+        )
     return state
 
 

@@ -1,6 +1,7 @@
 """`tail_mean`: tail averages in Spark, for each key of an endless stream or of a table.
 
 tail_mean(events, "loss", 0.25, by="run", order_by="step")   # the last quarter of each run
+tail_mean(events, "loss", 0.25, by="run", order_by="step", std=True)    # and its spread
 
 This file makes the query; `job` does the work in the Python processes of Spark. Read it second.
 
@@ -62,6 +63,7 @@ def tail_mean(
     *,
     by: str | Sequence[str] = (),
     order_by: str | None = None,
+    std: bool = False,
     output: Output = "rows",
     late: Late = "include",
     nan_policy: NanPolicy = "omit",
@@ -86,6 +88,9 @@ def tail_mean(
             Spark does not keep rows in order, so a table needs `order_by`. A stream without it
             takes the rows of a micro-batch as they arrive. Rows with equal keys and equal
             `order_by` are ordered by a hash of their samples: arbitrary, but reproducible.
+        std: Whether to add the standard deviations of the averaged samples too, in columns such as
+            `loss_tail_std`. Like Spark's `stddev`, they are unbiased (`ddof=1`, see
+            `TailAverage.variance`), and null while the window has one sample.
         output: `"rows"` adds columns to the rows. `"latest"` has one row for each key (in a stream,
             for each key and micro-batch): the key, `order_by` and the averages.
         late: How to treat late rows. A row is late if its `order_by` is null, or less than the
@@ -110,10 +115,13 @@ def tail_mean(
     ):
         if value not in get_args(allowed):
             raise ValueError(f"{name}: expected one of {get_args(allowed)}, got {value!r}")
+    if type(std) is not bool:
+        raise TypeError(f"std: expected True or False, got {short_repr(std)}")
     if type(buckets) is not int or not 1 <= buckets <= 4096:
         raise ValueError(f"buckets: expected an int from 1 to 4096, got {short_repr(buckets)}")
     reads, suffixes = _reads(rule)
-    names = [f"{column}_tail{suffix}" for column in columns for suffix in suffixes]
+    endings = [f"{suffix}{kind}" for suffix in suffixes for kind in ("", "_std")[: 1 + std]]
+    names = [f"{column}_tail{ending}" for column in columns for ending in endings]
     _check_columns(df.schema, columns, by, order_by, names)
     if not by:
         df, by = df.withColumn(KEY, sql.lit("")), (KEY,)
@@ -125,6 +133,7 @@ def tail_mean(
         order_type=None if order_by is None else df.schema[order_by].dataType.typeName(),
         nan_policy=nan_policy,
         buckets=buckets,
+        std=std,
         reads=tuple(reads),
         names=tuple(names),
         output=output,

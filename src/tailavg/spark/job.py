@@ -25,7 +25,7 @@ from tailavg.core.rules import Rule
 from tailavg.core.windows import Window, short_repr
 from tailavg.io import state as layout
 from tailavg.numpy import TailAverage
-from tailavg.numpy.arithmetic import Array
+from tailavg.numpy.arithmetic import Array, Statistic
 from tailavg.numpy.average import NanPolicy
 from tailavg.numpy.keyed import as_row, from_row, scan_groups
 from tailavg.numpy.table import Table, record_type
@@ -65,7 +65,7 @@ ORDERS = {
 Load = Callable[[list[Any]], list[Any]]
 """A function that takes keys and returns the state of each, as bytes, or None if it is new."""
 
-_FIXED = ("columns", "rules", "by", "order_by", "order_type", "nan_policy", "buckets")
+_FIXED = ("columns", "rules", "by", "order_by", "order_type", "nan_policy", "buckets", "std")
 """The fields that states depend on. They must not change when a query resumes."""
 
 
@@ -80,6 +80,7 @@ class Job:
     order_type: str | None
     nan_policy: NanPolicy
     buckets: int
+    std: bool = False
     # these may change when a query resumes:
     reads: tuple[tuple[Rule, Window | None], ...] = ()
     names: tuple[str, ...] = ()
@@ -90,6 +91,11 @@ class Job:
     def key_and_order(self) -> tuple[str, ...]:
         """The columns of the key, and the one that orders rows."""
         return self.by if self.order_by is None else (*self.by, self.order_by)
+
+    @property
+    def statistics(self) -> tuple[Statistic, ...]:
+        """What is read from each average: the mean, and perhaps the standard deviation."""
+        return (Statistic(), Statistic.named("std", 1)) if self.std else (Statistic(),)
 
     # The description of the job in a checkpoint.
 
@@ -148,7 +154,7 @@ class Job:
     @cached_property
     def _record(self) -> np.dtype[Any]:
         order = "<f8" if self.order_type in ("float", "double") else "<i8"
-        averages = [record_type(rule) for _ in self.columns for rule in self.rules]
+        averages = [record_type(rule, self.std) for _ in self.columns for rule in self.rules]
         fields = [(str(i), kind) for i, kind in enumerate(averages)]
         return np.dtype([("version", "u1"), ("ordered", "?"), ("order", order), *fields])
 
@@ -188,7 +194,9 @@ class Job:
             if self.order_by is not None:
                 keys = keys.append_column(self.order_by, self._orders(records))
             for (column, rule), table in self._tables(records).items():
-                empty = TailAverage(rule, dtype=np.float64, nan_policy=self.nan_policy)
+                empty = TailAverage(
+                    rule, dtype=np.float64, nan_policy=self.nan_policy, variance=self.std
+                )
                 averages = [from_row(table, row, empty) for row in range(len(table))]
                 states = [json.dumps(average.state_dict()) for average in averages]
                 named = keys.append_column("column", pa.array([column] * len(states)))
@@ -215,6 +223,11 @@ class Job:
             if not state["scalar"] or average.dtype != np.float64:
                 raise ValueError(
                     f"initial_state: expected averages of numbers in float64, got {average}"
+                )
+            if ("variances" in state) != self.std:
+                raise ValueError(
+                    f"initial_state: the averages were saved {'without' if self.std else 'with'} "
+                    f"standard deviations; pass std={not self.std}"
                 )
             if (column, average.rule) not in tables:
                 raise ValueError(
@@ -270,19 +283,25 @@ class Job:
         return rows, zip(keys, self._to_bytes(records, tables), strict=True)
 
     def _scan(
-        self, tables: Mapping[Any, Table], column: str, x: Array, codes: Array
+        self, tables: dict[Any, Table], column: str, x: Array, codes: Array
     ) -> list[pa.Array]:
-        """Return the averages of one column after each row, for each window."""
+        """Return the statistics of one column after each row, for each window."""
         out = dict[Any, Array]()
         for rule in self.rules:
             reads = [read for read in self.reads if read[0] == rule]
-            windows = [window for _, window in reads]
-            table = tables[column, rule]
-            averages = scan_groups(table, codes, x, windows, self.nan_policy, name=column)
-            out |= zip(reads, averages, strict=True)
-        # if NaNs are omitted, an average that is NaN has no samples yet
+            windows, before = [window for _, window in reads], tables[column, rule]
+            for statistic in self.statistics:  # each scan takes the same rows
+                table = tables[column, rule] = before.take(np.arange(len(before)))
+                how = windows, self.nan_policy, statistic
+                results = scan_groups(table, codes, x, *how, name=column)
+                out |= zip(((*read, statistic) for read in reads), results, strict=True)
+        # if NaNs are omitted, a result that is NaN has too few samples yet
         no_nan = self.nan_policy == "omit"
-        return [pa.array(out[read], from_pandas=no_nan) for read in self.reads]
+        return [
+            pa.array(out[*read, statistic], from_pandas=no_nan)
+            for read in self.reads
+            for statistic in self.statistics
+        ]
 
     def _late_row(self, rows: pa.Table, codes: Array, late: Array, records: Array) -> ValueError:
         row = int(late.argmax())

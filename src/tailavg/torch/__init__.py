@@ -1,8 +1,9 @@
 """Tail averages of the weights of PyTorch models.
 
 Start with `parameters`. It uses `tracking` (which tensors are averaged), `accumulators` (their sums
-and means, in `storage` or in `folder`), `updates`, `swap` and `export`. So does `model`, the
-drop-in for torch's `AveragedModel`. `batchnorm` and `functions` use none of these.
+and means, in `storage` or in `folder`), `spread` (the same with variances), `updates`, `swap` and
+`export`. So does `model`, the drop-in for torch's `AveragedModel`, but for `spread`. `batchnorm`
+and `functions` use none of these.
 """
 
 from tailavg.extras import needs

@@ -11,8 +11,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -26,22 +27,27 @@ from tailavg.torch.folder import FileBlock, FolderStorage
 from tailavg.torch.storage import Layout, MemoryBlock, MemoryStorage, Slice, dtype_name
 from tailavg.torch.tracking import Tracking, check_names, local, sharded_like
 
-__all__ = ["Accumulators", "Offload", "Terms"]
+__all__ = ["Accumulators", "Group", "Offload", "Terms", "chunks", "joined"]
 
 Block = MemoryBlock | FileBlock
 Offload = str | os.PathLike[str] | None
 Terms = Sequence[tuple[float, int]]
 """Pairs of a weight and the index of a block, or `SUM`: see `Clock.terms`."""
+Read = Callable[[slice, Tensor], Tensor]
+"""Writes a span of a flat tensor into another tensor of that size, and returns that."""
 
 _LINE = 16  # elements in a cache line
 _SMALL = 8192  # elements; smaller tensors share a call, which costs more than adding one of them
 _BATCH = 32767  # elements; up to this size, torch.cat is one loop
-_CHUNK = 1 << 22  # elements that folds, turns and reads process at a time
+CHUNK = 1 << 22  # elements that folds, turns and reads process at a time
 _ROUNDING = 128  # times the epsilon of the dtype: see `_present_if_close`
 
 
 class Accumulators(Store):
     """The average of tensors that have the same names at every step."""
+
+    _KEYS: ClassVar[Sequence[tuple[str, str]]] = [("blocks", "partial")]
+    """The keys, in a state, of each tensor that a block has, and of the sum that belongs to it."""
 
     def __init__(
         self,
@@ -72,12 +78,15 @@ class Accumulators(Store):
         self._offload = offload
         self.storage = _storage(offload, self.device)
         as_in_memory = isinstance(self.storage, MemoryStorage)  # in files, axes are in C order
-        self._groups = [_Group(*kind, members[kind], as_in_memory) for kind in wide_first]
-        layouts = [group.layout for group in self._groups]
+        self._groups = [self._group(*kind, members[kind], as_in_memory) for kind in wide_first]
+        layouts = [layout for group in self._groups for layout in group.layouts]
         self._blocks: list[Block] = [
             self.storage.new_block(layouts) for _ in range(rule.accumulators)
         ]
         self.bind(tensors)
+
+    def _group(self, *args: Any) -> Group:
+        return Group(*args)
 
     def bind(self, tensors: Mapping[str, Tensor]) -> None:
         """Take samples from these tensors from now on. Their shapes must be the original ones."""
@@ -119,10 +128,10 @@ class Accumulators(Store):
         means = self._blocks[-1].flats()
         with self._rewritten(-1) as new:
             for i, (group, mean) in enumerate(zip(self._groups, means, strict=True)):
-                for low, high in _chunks(len(mean)):
+                for low, high in chunks(len(mean)):
                     summed = group.sum[low:high]
                     old = mean[low:high].to(summed.device)
-                    joint, carried = _joined(old, summed, total, weight, carry)
+                    joint, carried = joined(old, summed, total, weight, carry)
                     new.store(i, low, joint)
                     summed.copy_(carried)
         self._settle()
@@ -133,7 +142,7 @@ class Accumulators(Store):
             pairs = zip(self._blocks[gone - 1].flats(), self._blocks[gone].flats(), strict=True)
             with self._rewritten(gone - 1) as new:
                 for i, (mean, added) in enumerate(pairs):
-                    for low, high in _chunks(len(mean)):
+                    for low, high in chunks(len(mean)):
                         device = self._groups[i].layout.device
                         joint = mean[low:high].to(device).mul(1.0 - weight)
                         joint.add_(added[low:high].to(device), alpha=weight)
@@ -142,7 +151,8 @@ class Accumulators(Store):
         self._blocks.append(self._blocks.pop(gone))
         self._blocks[-1].clear()
         for group in self._groups:
-            group.sum.zero_()
+            for total in group.sums:
+                total.zero_()
         self._settle()
 
     @contextmanager
@@ -171,11 +181,27 @@ class Accumulators(Store):
         values are written.
         """
         self.require_complete()
+        for group, average in zip(self._groups, self._averages(terms), strict=True):
+            group.write(average, into, frozen)
+
+    def _averages(self, terms: Terms) -> list[Read]:
+        """Return functions that compute the average given by `terms`, one for each group."""
         sums = [group.sum for group in self._groups]
-        flats = [sums if block == SUM else self._blocks[block].flats() for _, block in terms]
+        flats = [sums if block == SUM else self._means(block) for _, block in terms]
         weights = [weight for weight, _ in terms]
-        for group, *summands in zip(self._groups, *flats, strict=True):
-            group.write(list(zip(weights, summands, strict=True)), into, frozen)
+        return [
+            partial(_average, list(zip(weights, summands, strict=True)))
+            for summands in zip(*flats, strict=True)
+        ]
+
+    def _means(self, block: int) -> list[Tensor]:
+        """Return the mean of a block: a flat tensor for each group."""
+        return self._blocks[block].flats()[:: len(self._KEYS)]
+
+    def _parts(self, flats: Sequence[Tensor]) -> list[dict[str, Tensor]]:
+        """Return the tensors in the flat tensors of a block, or in all sums, as in `_KEYS`."""
+        number = len(self._KEYS)
+        return [self._views(flats[part::number]) for part in range(number)]
 
     def _views(self, flats: Iterable[Tensor]) -> dict[str, Tensor]:
         """Return the tensors in flat tensors, by name."""
@@ -185,8 +211,8 @@ class Accumulators(Store):
             for name, place in group.layout.slices.items()
         }
 
-    def _sums(self) -> dict[str, Tensor]:
-        return self._views(group.sum for group in self._groups)
+    def _sums(self) -> list[dict[str, Tensor]]:
+        return self._parts([total for group in self._groups for total in group.sums])
 
     def _ordered(self) -> list[Block]:
         """Return the blocks in the order of a state: oldest first, blocks without samples last."""
@@ -203,15 +229,20 @@ class Accumulators(Store):
         def sharded(views: dict[str, Tensor]) -> dict[str, Tensor]:
             return {name: sharded_like(view, like[name]) for name, view in views.items()}
 
+        sums = self._sums()
+        # empty blocks too: torch.distributed.checkpoint needs the same keys in every average
+        blocks = [self._parts(block.flats()) for block in self._ordered()]
+        tensors: dict[str, Any] = {}
+        for part, (of_blocks, of_sum) in enumerate(self._KEYS):
+            tensors[of_blocks] = [sharded(block[part]) for block in blocks]
+            tensors[of_sum] = sharded(sums[part])
         return states.state(
             self.clock.rule,
             dtype=dtype_name(self.dtype),
             count=self.clock.count,
             starts=self.clock.starts,
-            # empty blocks too: torch.distributed.checkpoint needs the same keys in every average
-            blocks=[sharded(self._views(block.flats())) for block in self._ordered()],
             folded=self.clock.folded,
-            partial=sharded(self._sums()),
+            **tensors,
         ) | {"calls": self.calls}
 
     def files(self) -> dict[int, Path]:
@@ -231,7 +262,7 @@ class Accumulators(Store):
             A function that resumes from the state, and calls `then` at the end.
         """
         state = states.check(state)
-        states.check_model_state(state)
+        states.check_model_state(state, variance=len(self._KEYS) > 1)
         dtype = dtype_name(self.dtype)
         if states.rule_from(state["rule"]) != self.clock.rule or state["dtype"] != dtype:
             raise ValueError(
@@ -240,50 +271,60 @@ class Accumulators(Store):
                 "create the average with the rule and dtype of the state"
             )
         number = len(state["starts"])
-        if not number <= len(state["blocks"]) <= len(self._blocks):
-            raise ValueError(
-                f"corrupt state: {number} block starts but {len(state['blocks'])} blocks"
+        parts: list[list[dict[str, Tensor]]] = []
+        sums: list[dict[str, Tensor]] = []
+        for views, (of_blocks, of_sum) in zip(self._sums(), self._KEYS, strict=True):
+            if not number <= len(state[of_blocks]) <= len(self._blocks):
+                raise ValueError(
+                    f"corrupt state: {number} block starts but {len(state[of_blocks])} {of_blocks}"
+                )
+            if state["count"] or isinstance(state[of_sum], Mapping):
+                sums.append(_checked(f"state: {of_sum}", state[of_sum], views, tracking))
+            else:  # an average of NumPy without samples has no shape
+                sums.append({name: torch.zeros((), device="cpu") for name in views})
+            what = f"state: {of_blocks.removesuffix('s')}"
+            parts.append(
+                [
+                    _checked(f"{what} {i}", block, views, tracking)
+                    for i, block in enumerate(state[of_blocks][:number])
+                ]
             )
-        sums = self._sums()
-        if state["count"] or isinstance(state["partial"], Mapping):
-            partial = _checked("state: partial", state["partial"], sums, tracking)
-        else:  # an average of NumPy without samples has no shape
-            partial = {name: torch.zeros((), device="cpu") for name in sums}
-        means = [
-            _checked(f"state: block {i}", block, sums, tracking)
-            for i, block in enumerate(state["blocks"][:number])
-        ]
         states.check_steps(state["count"], state["starts"], state["folded"])
         calls = positive_int(state.get("calls", 0), "state: calls", least=0)
         clock = clock_for(self.clock.rule)
         clock.restore(state["count"], state["starts"], state["folded"])
 
-        return lambda: self._fill(clock, calls, means, partial, then)
+        return lambda: self._fill(clock, calls, list(zip(*parts, strict=True)), sums, then)
 
     def _fill(
         self,
         clock: Clock,
         calls: int,
-        means: Sequence[Mapping[str, Tensor]],
-        sums: Mapping[str, Tensor],
+        parts: Sequence[Sequence[Mapping[str, Tensor]]],
+        sums: Sequence[Mapping[str, Tensor]],
         then: Callable[[], None] | None = None,
     ) -> None:
-        """Resume from a state. If its tensors are views of this average, each stays in place."""
-        blocks, number = self._ordered(), len(means)
+        """Resume from a state. If its tensors are views of this average, each stays in place.
+
+        `parts` and `sums` are what `_parts` returns of each block, and of the sums.
+        """
+        blocks, number = self._ordered(), len(parts)
         with ExitStack() as stack:
             rewritten = [block.rewritten() for block in blocks[:number]]
             new = [cast("Block", stack.enter_context(context)) for context in rewritten]
             self.complete = False
-            for block, mean in zip(new, means, strict=True):
+            for block, saved in zip(new, parts, strict=True):
                 for i, group in enumerate(self._groups):
                     for name, place in group.layout.slices.items():
-                        block.store(i, place.start, place.ordered(mean[name]).reshape(-1))
+                        for layout, part in enumerate(saved, i * len(saved)):
+                            block.store(layout, place.start, place.ordered(part[name]).reshape(-1))
         self._blocks = [*blocks[number:], *new]
         for block in blocks:
             if block not in new:
                 block.clear()
-        for name, view in self._sums().items():
-            view.copy_(sums[name])
+        for views, values in zip(self._sums(), sums, strict=True):
+            for name, view in views.items():
+                view.copy_(values[name])
         self.clock, self.calls = clock, calls
         if then is not None:
             then()
@@ -301,10 +342,10 @@ class Accumulators(Store):
         """
         self.require_complete()
         offload = self.storage if isinstance(self.storage, FolderStorage) else self._offload
-        moved = Accumulators(self.rule, tensors, dtype or self.dtype, device, offload)
+        moved = type(self)(self.rule, tensors, dtype or self.dtype, device, offload)
         used = self._ordered()[: len(self.clock.starts)]
-        means = [self._views(block.flats()) for block in used]
-        moved._fill(self.clock, self.calls, means, self._sums())
+        parts = [self._parts(block.flats()) for block in used]
+        moved._fill(self.clock, self.calls, parts, self._sums())
         if isinstance(self.storage, FolderStorage):
             self.complete = False
             for block in self._blocks:
@@ -312,7 +353,7 @@ class Accumulators(Store):
         return moved
 
 
-class _Group:
+class Group:
     """The tensors whose accumulators share a dtype and a device: their layout and their sum."""
 
     def __init__(
@@ -346,7 +387,9 @@ class _Group:
         self.layout = Layout(size, dtype, device, slices)
         pinned = device.type == "cpu" and any(t.device.type != "cpu" for t in tensors.values())
         self.sum = torch.zeros(size, dtype=dtype, device=device, pin_memory=pinned)
-        buffer = max(_BATCH, min(size, _CHUNK))
+        self.layouts, self.sums = [self.layout], [self.sum]
+        """What a block holds of the group, and the sum that belongs to each."""
+        buffer = max(_BATCH, min(size, CHUNK))
         self._buffer = torch.empty(buffer, dtype=dtype, device=device, pin_memory=pinned)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -378,7 +421,7 @@ class _Group:
                     self._buffered.append((view, torch.empty_like(view), tensor))
                 else:
                     view, tensor = view.view(-1), tensor.view(-1)
-                    for low, high in _chunks(len(view)):
+                    for low, high in chunks(len(view)):
                         buffer = self._buffer[: high - low]
                         self._buffered.append((view[low:high], buffer, tensor[low:high]))
 
@@ -404,43 +447,34 @@ class _Group:
         for view, buffer, tensor in self._buffered:
             view.add_(buffer.copy_(tensor), alpha=factor)
 
-    def write(
-        self,
-        summands: Sequence[tuple[float, Tensor]],
-        into: Mapping[str, Tensor],
-        frozen: Mapping[str, Tensor],
-    ) -> None:
-        """Write the average into tensors; see `Accumulators.write`."""
+    def write(self, read: Read, into: Mapping[str, Tensor], frozen: Mapping[str, Tensor]) -> None:
+        """Write the average that `read` computes into tensors; see `Accumulators.write`."""
         for run in self._runs:
             if len(run) == 1:
-                self._write_large(summands, run[0], into[run[0]].detach(), frozen.get(run[0]))
+                self.write_tensor(read, run[0], into[run[0]], frozen.get(run[0]))
                 continue
             span = self._span(run)
             sizes = [into[name].numel() for name in run]
-            values = _average(summands, span, self._buffer[: span.stop - span.start])
+            values = read(span, self._buffer[: span.stop - span.start])
             averages = values.split(sizes)  # type: ignore[no-untyped-call]
             for name, average in zip(run, averages, strict=True):
                 target, present = self._ordered(name, into[name]), frozen.get(name)
                 present = None if present is None else self._ordered(name, present)
                 target.copy_(_present_if_close(average.view(target.shape), present))
 
-    def _write_large(
-        self,
-        summands: Sequence[tuple[float, Tensor]],
-        name: str,
-        target: Tensor,
-        present: Tensor | None,
+    def write_tensor(
+        self, read: Read, name: str, target: Tensor, present: Tensor | None = None
     ) -> None:
-        """Write the average into one large tensor in chunks, without a buffer if possible."""
+        """Write the average into one tensor in chunks, without a buffer if possible."""
         start, stop, *_ = self.layout.slices[name]
-        target = self._ordered(name, target)
+        target = self._ordered(name, target.detach())
         present = None if present is None else self._ordered(name, present)
         contiguous = target.is_contiguous()
         flat = target.view(-1) if contiguous else target.new_empty(stop - start)
         direct = present is None and self._fits(target)
-        for low, high in _chunks(stop - start):
+        for low, high in chunks(stop - start):
             out = flat[low:high] if direct else self._buffer[: high - low]
-            values = _average(summands, slice(start + low, start + high), out)
+            values = read(slice(start + low, start + high), out)
             if not direct:
                 chunk = None if present is None else present.reshape(-1)[low:high]
                 flat[low:high] = _present_if_close(values, chunk)
@@ -459,9 +493,9 @@ def _average(summands: Sequence[tuple[float, Tensor]], span: slice, out: Tensor)
     return out
 
 
-def _chunks(size: int) -> Iterator[tuple[int, int]]:
+def chunks(size: int) -> Iterator[tuple[int, int]]:
     """Return the ranges of elements that are processed at a time."""
-    return ((low, min(low + _CHUNK, size)) for low in range(0, size, _CHUNK))
+    return ((low, min(low + CHUNK, size)) for low in range(0, size, CHUNK))
 
 
 def _present_if_close(average: Tensor, present: Tensor | None) -> Tensor:
@@ -479,7 +513,7 @@ def _present_if_close(average: Tensor, present: Tensor | None) -> Tensor:
     return torch.where(same, present, average)
 
 
-def _joined(
+def joined(
     mean: Tensor, summed: Tensor, total: float, weight: float, carry: float
 ) -> tuple[Tensor, Tensor]:
     """Return the mean joined with a sum, and the rounding error, which starts the next sum.

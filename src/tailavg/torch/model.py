@@ -81,6 +81,11 @@ class AveragedModel(CountedUpdates, Module):
                 "AveragedModel(model, 0.25); rule=Exponential.from_decay(decay) replaces "
                 "get_ema_avg_fn(decay), and rule=1.0 replaces get_swa_avg_fn()"
             )
+        if not isinstance(model, Module):
+            raise TypeError(
+                f"model: AveragedModel copies one module, got a {type(model).__name__}; average a "
+                "list of modules with ParameterAverage, which makes no copy"
+            )
         rule = as_training_rule(rule, stacklevel=6)
         if isinstance(rule, AnyTail):
             raise TypeError(
@@ -121,7 +126,7 @@ class AveragedModel(CountedUpdates, Module):
         if self._skips_call():
             return
         source = self._source
-        if source is None or source.module is not unwrap(model) or not source.is_current():
+        if source is None or source.modules != [unwrap(model)] or not source.is_current():
             source = self._bind(model)
         copied = source.parameters | source.output_buffers
 

@@ -18,12 +18,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from tailavg.core.profile import effective_size
 from tailavg.core.readings import Reading
 from tailavg.core.rules import AnyTail, Rule, as_training_rule, refuses_decay
 from tailavg.core.windows import AnyWindow
 from tailavg.io.state import read, write_folder
 from tailavg.torch.accumulators import Accumulators, Offload, Terms
 from tailavg.torch.export import write_safetensors
+from tailavg.torch.spread import SpreadAccumulators
 from tailavg.torch.swap import SavedWeights
 from tailavg.torch.tracking import (
     Buffers,
@@ -33,6 +35,7 @@ from tailavg.torch.tracking import (
     is_sharded,
     local,
     outside_autograd,
+    shard_of,
     sharded_like,
 )
 from tailavg.torch.updates import CountedUpdates, has_trained
@@ -71,9 +74,11 @@ class ParameterAverage(CountedUpdates):
     weights.
 
     Args:
-        model: A module, pairs of names and tensors, or tensors alone, which are told apart by their
-            order. The wrappers of DDP, `torch.compile` and activation checkpointing do not change
-            the names. Tied parameters, by name or by memory, are kept once.
+        model: A module, a list of modules such as the `model_parts` of a pipeline, pairs of names
+            and tensors, or tensors alone, which are told apart by their order. The names are those
+            of `state_dict()`, of a list those of each part's. The wrappers of DDP, `torch.compile`
+            and activation checkpointing do not change them. Tied parameters, by name or by memory,
+            are kept once.
         rule: A number (an int n for the last n updates, a float in (0, 1] for the last fraction of
             them), a window or a rule.
         dtype: The lowest precision of the accumulators; those of float64 parameters are float64.
@@ -91,6 +96,8 @@ class ParameterAverage(CountedUpdates):
             later ones.
         offload: Where to keep the means, and the training weights during a swap: `"cpu"` for main
             memory, or a folder for files in it. Results are bit-identical either way.
+        variance: Whether to keep the variance of each weight as well, for `variance` and
+            `sample_parameters`. This doubles the memory of the accumulators.
 
     Examples:
         >>> model = torch.nn.Linear(1, 1, bias=False)
@@ -124,6 +131,7 @@ class ParameterAverage(CountedUpdates):
         update_every: int = 1,
         start_after: int = 0,
         offload: Offload = None,
+        variance: bool = False,
     ) -> None:
         rule = as_training_rule(rule, stacklevel=6)
         self._count_calls(update_every, start_after)
@@ -135,7 +143,8 @@ class ParameterAverage(CountedUpdates):
                 "model: no floating point tensor to average; check include and exclude, or pass "
                 "trainable_only=False to average frozen parameters too"
             )
-        self._accumulators = Accumulators(rule, self._tracking.locals, dtype, device, offload)
+        kind = SpreadAccumulators if variance else Accumulators
+        self._accumulators = kind(rule, self._tracking.locals, dtype, device, offload)
         self._saved: SavedWeights | None = None  # the training weights, during a swap
         self._handle: RemovableHandle | None = None
         self._has_stepped = False  # whether the attached optimizer has
@@ -172,8 +181,9 @@ class ParameterAverage(CountedUpdates):
         skips, nor steps in which every learning rate and every gradient is 0.
 
         Args:
-            optimizer: An optimizer of torch, or a wrapper of one, as from `accelerator.prepare`. It
-                must have at least one of the averaged parameters.
+            optimizer: An optimizer of torch, a wrapper of one, as from `accelerator.prepare`, or
+                a container of several, such as torchtitan's, which counts as one. It must have at
+                least one of the averaged parameters.
 
         Returns:
             A handle; its `remove()` detaches the average.
@@ -250,13 +260,125 @@ class ParameterAverage(CountedUpdates):
         self._require_an_update("average_parameters")
         self._require_training_weights("average_parameters")
         terms = self._accumulators.clock.terms(window)
+        with self._swap(lambda: self._write(terms)):
+            yield
+
+    @contextmanager
+    def sample_parameters(
+        self,
+        scale: float = 1.0,
+        generator: torch.Generator | None = None,
+        window: Reading | None = None,
+    ) -> Iterator[None]:
+        """Put a random sample of the weights into the model inside a context.
+
+        Each weight gets its average plus `scale` times its standard deviation (`variance` with
+        `ddof=0`) times normal noise. Averaged buffers get no noise. Everything else is as in
+        `average_parameters`. With `scale=1.0`, these are the samples of SWAG-Diagonal (Maddox et
+        al., 2019). SWAG itself also has a low-rank part, and halves the variance of this one.
+
+        Args:
+            scale: Multiplies the standard deviations. (By default, the `scale` of the authors' code
+                multiplies the variances.)
+            generator: The source of the noise; by default torch's own. If several processes have
+                the model, pass one that all of them have seeded alike: every process then draws
+                the noise of all weights, and uses that of its shards.
+            window: As in `average_parameters`.
+
+        Examples:
+            >>> model = torch.nn.Linear(1, 1, bias=False)
+            >>> average = ParameterAverage(model, 1.0, variance=True)
+            >>> for step in range(100):
+            ...     _ = torch.nn.init.constant_(model.weight, step % 2)
+            ...     average.update()
+            >>> samples, generator = [], torch.Generator().manual_seed(0)
+            >>> for _ in range(400):
+            ...     with average.sample_parameters(generator=generator):
+            ...         samples.append(model.weight.item())
+            >>> mean = sum(samples) / 400
+            >>> spread = (sum((x - mean) ** 2 for x in samples) / 400) ** 0.5
+            >>> round(mean, 1), round(spread, 1)
+            (0.5, 0.5)
+        """
+        self._require_an_update("sample_parameters")
+        self._require_training_weights("sample_parameters")
+        accumulators = self._spread("sample_parameters")
+        if not (math.isfinite(scale) and scale >= 0):
+            raise ValueError(f"scale: expected a number of at least 0, got {scale!r}")
+        terms = accumulators.clock.terms(window)
+        if generator is None and any(map(is_sharded, self._tracking.averaged.values())):
+            raise ValueError(
+                "sample_parameters: the model is sharded; pass a generator that every process has "
+                "seeded alike, as in torch.Generator().manual_seed(0)"
+            )
+        with self._swap(lambda: self._write_sample(accumulators, terms, scale, generator)):
+            yield
+
+    @contextmanager
+    def _swap(self, write: Callable[[], None]) -> Iterator[None]:
+        """Save the training weights, write others into the model, and restore on exit."""
         try:
             self.store()
-            self._write(terms)
+            write()
             yield
         finally:
             if self._saved is not None:
                 self.restore()
+
+    @outside_autograd
+    def _write_sample(
+        self,
+        accumulators: SpreadAccumulators,
+        terms: Terms,
+        scale: float,
+        generator: torch.Generator | None,
+    ) -> None:
+        tracking = self._tracking
+
+        def noise(name: str, dtype: torch.dtype) -> Tensor | None:
+            if name in tracking.averaged_buffers:
+                return None
+            like = tracking.averaged[name]
+            device = like.device if generator is None else generator.device
+            drawn = torch.randn(like.shape, dtype=dtype, device=device, generator=generator)
+            return shard_of(drawn, like)
+
+        accumulators.write_samples(terms, scale, noise, tracking.locals, tracking.frozen())
+
+    @outside_autograd
+    def variance(self, window: Reading | None = None, ddof: int = 1) -> dict[str, Tensor]:
+        """Return the variance of each averaged tensor around its average, by name.
+
+        With the weights α of the updates, this is Σ α (x - average)². With `ddof=1`, it is divided
+        by 1 - Σ α², which makes it unbiased for independent samples; that of one sample is NaN.
+        A standard deviation below 1.5e-5 of the average in float32 is 0, since rounding could cause
+        as much. The tensors have the dtypes of the accumulators, and are sharded like the model.
+
+        Examples:
+            >>> weight = torch.zeros(1)
+            >>> average = ParameterAverage({"weight": weight}, 1.0, variance=True)
+            >>> for step in range(10):
+            ...     average.update()
+            ...     weight += 1
+            >>> average.variance(), average.variance(ddof=0)
+            ({'weight': tensor([9.1667])}, {'weight': tensor([8.2500])})
+        """
+        self._require_an_update("variance")
+        accumulators = self._spread("variance")
+        if ddof not in (0, 1):
+            raise ValueError(f"ddof: expected 0 or 1, got {ddof!r}")
+        terms = accumulators.clock.terms(window)
+        self._tracking.refresh(accumulators.bind)
+        clock = accumulators.clock
+        size = effective_size(self.rule, clock.starts, self.count, window)
+        divisor = 1.0 - ddof / size
+        shards = accumulators.variances(terms, divisor, self._tracking.locals)
+        return {name: sharded_like(shards[name], x) for name, x in self._tracking.averaged.items()}
+
+    def _spread(self, call: str) -> SpreadAccumulators:
+        if not isinstance(self._accumulators, SpreadAccumulators):
+            raise ValueError(f"{call}: create the average with variance=True")
+        return self._accumulators
 
     def select_tail(
         self,
@@ -380,7 +502,8 @@ class ParameterAverage(CountedUpdates):
         """Return the state dict of the averaged model, with the keys of `model.state_dict()`.
 
         The tensors are new. They have `dtype`, or by default the dtypes of the parameters, and are
-        sharded like the parameters.
+        sharded like the parameters. If hooks of the model compute tensors for its state dict, the
+        averages are swapped in for that time.
         """
         self._require_an_update("averaged_state_dict")
         terms = self._accumulators.clock.terms(window)
@@ -390,33 +513,34 @@ class ParameterAverage(CountedUpdates):
         def output_dtype(tensor: Tensor) -> torch.dtype:
             return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
+        outputs: dict[int, Tensor] = {}  # by the id of the tensor in the model
+
+        def output(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            if id(value) not in outputs:
+                outputs[id(value)] = value.detach().to(output_dtype(value), copy=True)
+            return outputs[id(value)]
+
+        state = tracking.state_dict()
+        if any(tracking.is_computed(key, value) for key, value in state.items()):
+            with self.average_parameters(window):
+                state = tracking.state_dict()
+                return {key: output(value) for key, value in state.items()}
         shards = {
             name: torch.empty_like(tensor, dtype=output_dtype(tensor), requires_grad=False)
             for name, tensor in tracking.locals.items()
         }
         self._accumulators.write(terms, shards, tracking.frozen())
         averages = {name: sharded_like(shards[name], x) for name, x in tracking.averaged.items()}
-        outputs: dict[int, Tensor] = {}  # by the id of the tensor in the model
         for name, average in averages.items():
             outputs |= {id(tensor): average for tensor in tracking.objects[name]}
-        tracked = {id(tensor) for tensors in tracking.objects.values() for tensor in tensors}
-        state = tracking.state_dict()
         for key, value in state.items():
-            if not isinstance(value, Tensor):
-                continue
             name = tracking.aliases.get(key, "")
-            if id(value) not in outputs and name in averages:  # a hook returned another tensor
-                state[key] = averages[name]
-                continue
-            if id(value) not in outputs:
-                from_hook = not name and id(value) not in tracked and value.is_floating_point()
-                if from_hook and not key.endswith("_extra_state"):
-                    raise ValueError(
-                        f"averaged_state_dict: {key} is not a tensor of the model: state_dict() "
-                        "computed it; call model.state_dict() inside average_parameters() instead"
-                    )
-                outputs[id(value)] = value.detach().to(output_dtype(value), copy=True)
-            state[key] = outputs[id(value)]
+            if isinstance(value, Tensor) and id(value) not in outputs and name in averages:
+                state[key] = averages[name]  # a hook returned another tensor
+            else:
+                state[key] = output(value)
         return state
 
     def full_state_dict(
@@ -441,11 +565,13 @@ class ParameterAverage(CountedUpdates):
     ) -> None:
         """Write the averaged model to a `.safetensors` file, atomically.
 
-        If the model is sharded, every process must call this, and rank 0 writes.
+        If the model is sharded, every process must call this, and the first of them writes: rank 0,
+        or in a pipeline the first rank of each stage, which needs a path of its own.
         """
-        sharded = any(map(is_sharded, self._tracking.averaged.values()))
         tensors = self.full_state_dict(dtype, window)
-        if not sharded or torch.distributed.get_rank() == 0:
+        sharded: Any = filter(is_sharded, self._tracking.averaged.values())
+        ranks = [int(tensor.device_mesh.mesh.min()) for tensor in sharded]
+        if not ranks or torch.distributed.get_rank() == min(ranks):
             write_safetensors(path, tensors)
 
     # State.

@@ -30,13 +30,21 @@ __all__ = [
     "is_sharded",
     "local",
     "outside_autograd",
+    "shard_of",
     "sharded_like",
     "unwrap",
 ]
 
 Buffers = Literal["copy", "average", "skip"]
 Choice = str | Sequence[str] | Callable[[str], bool] | None
-Source = Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | Iterable[Tensor]
+Source = (
+    Module
+    | Sequence[Module]
+    | Mapping[str, Tensor]
+    | Iterable[tuple[str, Tensor]]
+    | Iterable[Tensor]
+)
+Kind = Literal["parameter", "buffer", "non-persistent buffer"]
 
 Call = TypeVar("Call", bound=Callable[..., Any])
 Signature = tuple[torch.Size, torch.Size, str]
@@ -100,6 +108,20 @@ def sharded_like(shard: Tensor, like: Tensor) -> Tensor:
     return sharded
 
 
+def shard_of(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return this process's shard of a tensor that every process has, if `like` is a DTensor."""
+    if not is_sharded(like):
+        return tensor
+    from torch.distributed.tensor import DTensor, Replicate
+
+    dtensor: Any = like
+    mesh = dtensor.device_mesh
+    whole = DTensor.from_local(
+        tensor.to(dtensor.device), mesh, [Replicate()] * mesh.ndim, run_check=False
+    )
+    return local(whole.redistribute(mesh, dtensor.placements))
+
+
 def _with_own_storage(view: Tensor) -> Tensor:
     """Return the same memory with a storage of its own, as saving a DTensor requires."""
     start, size = view.storage_offset() * view.itemsize, view.numel() * view.itemsize
@@ -150,11 +172,18 @@ class Tracking:
     Tensors that are the same view of the same memory count as one; `objects` has all of them. An
     averaged tensor that shares memory in any other way is an error. Expanded and sparse tensors,
     which cannot be written to, appear only in `aliases` and `objects`.
+
+    A model may be a list of parts, each with the names of its own state dict. Of a non-persistent
+    buffer that several parts have, such as a table of positions, only the first is listed.
     """
+
+    modules: list[Module]
+    """The parts of the model, without wrappers; none if the source was tensors."""
 
     aliases: dict[str, str]
     objects: dict[str, list[Tensor]]
     averaged: dict[str, Tensor]
+    averaged_buffers: set[str]
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
     locals: dict[str, Tensor]
@@ -177,11 +206,9 @@ class Tracking:
             "buffers": buffers,
             "trainable_only": trainable_only,
         }
-        self.module: Module | None = None
+        self.modules = _parts(source)
         self.unnamed = False  # whether the tensors came without names
-        if isinstance(source, Module):
-            self.module = unwrap(source)
-        else:
+        if not self.modules:
             self._given, self.unnamed = _given(source)
         self._fsdp: list[Any] = []
         self.signatures: dict[str, Signature] = {}
@@ -189,18 +216,20 @@ class Tracking:
         self._look()
         self.signatures = {name: _signature(tensor) for name, tensor in self.averaged.items()}
 
-    def _tensors(self) -> Iterator[tuple[str, Tensor, bool]]:
-        """Yield every tensor under each of its names, and whether it is a buffer."""
-        if self.module is None:
-            yield from ((name, tensor, False) for name, tensor in self._given.items())
-            return
-        for prefix, module in _walk(self.module):
-            for name, tensor in module._parameters.items():
-                if tensor is not None:
-                    yield prefix + name, tensor, False
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    yield prefix + name, buffer, True
+    def _tensors(self) -> Iterator[tuple[int, str, Tensor, Kind]]:
+        """Yield every tensor under each of its names, with the number of its part, and its kind."""
+        if not self.modules:
+            yield from ((0, name, tensor, "parameter") for name, tensor in self._given.items())
+        for part, model in enumerate(self.modules):
+            for prefix, module in _walk(model):
+                for name, tensor in module._parameters.items():
+                    if tensor is not None:
+                        yield part, prefix + name, tensor, "parameter"
+                for name, buffer in module._buffers.items():
+                    if buffer is not None:
+                        saved = name not in module._non_persistent_buffers_set
+                        kind: Kind = "buffer" if saved else "non-persistent buffer"
+                        yield part, prefix + name, buffer, kind
 
     def _look(self) -> None:
         """Find the tensors that the model has now."""
@@ -209,21 +238,26 @@ class Tracking:
         first: dict[Any, str] = {}
         trains = set(self.signatures)  # averaged tensors stay averaged
         not_buffers: set[str] = set()
-        for alias, tensor, is_buffer in self._tensors():
-            if is_lazy(tensor):
-                raise ValueError(
-                    f"{alias}: the tensor is not initialised; run a batch through the model first"
-                )
-            if hasattr(tensor, "ds_id"):
-                raise TypeError(
-                    f"{alias}: DeepSpeed's ZeRO stage 3 has partitioned this parameter, so it is "
-                    "empty; use stage 1 or 2, or shard the model with torch's fully_shard (FSDP2)"
-                )
-            name = self.aliases[alias] = first.setdefault(_identity(tensor), alias)
+        owners: dict[str, tuple[int, Any]] = {}  # the part that has a name first, and its tensor
+        repeated: dict[str, str] = {}  # buffers that several parts have, and why that is an error
+        for part, alias, tensor, kind in self._tensors():
+            _check_available(alias, tensor)
+            identity = _identity(tensor)
+            owner, known = owners.setdefault(alias, (part, identity))
+            if owner != part and identity != known:
+                problem = f"model: parts {owner} and {part} have different tensors named {alias}; "
+                if kind != "non-persistent buffer":
+                    raise ValueError(
+                        f"{problem}rename one, or pass nn.ModuleList(parts), which begins each "
+                        "name with the number of the part"
+                    )
+                repeated[alias] = f"{problem}exclude this buffer"
+                continue
+            name = self.aliases[alias] = first.setdefault(identity, alias)
             objects = self.objects.setdefault(name, [])
             if not any(tensor is known for known in objects):
                 objects.append(tensor)
-            if not is_buffer:
+            if kind == "parameter":
                 not_buffers.add(name)
             if not (self._options["trainable_only"] and is_frozen(tensor)):
                 trains.add(name)
@@ -235,6 +269,8 @@ class Tracking:
         for name, (tensor, *_) in self.objects.items():
             writable = local(tensor).layout is torch.strided and not _is_expanded(tensor)
             if name in chosen and (tensor.is_floating_point() or tensor.is_complex()):
+                if name in repeated:
+                    raise ValueError(repeated[name])
                 _check_values(name, tensor)
                 if not writable:
                     raise ValueError(
@@ -250,6 +286,7 @@ class Tracking:
                     f"{name} and {overlapping} share part of their memory, so they cannot be "
                     "averaged; clone() one of them, or exclude both"
                 )
+        self.averaged_buffers = set(self.averaged) - not_buffers
         self.locals = {name: local(tensor) for name, tensor in self.averaged.items()}
         self._watch()
 
@@ -282,8 +319,8 @@ class Tracking:
         self._places = [list(map(place, self._watched)) for place in _PLACE]
         left_out = self.parameters.values() if self._options["trainable_only"] else ()
         self._frozen = [tensor for tensor in left_out if is_frozen(tensor)]
-        modules = [] if self.module is None else [module for _, module in _walk(self.module)]
-        modules = list({id(module): module for module in modules}.values())
+        walked = chain.from_iterable(map(_walk, self.modules))
+        modules = list({id(module): module for _, module in walked}.values())
         fsdp = _imported("torch.distributed.fsdp", "FSDPModule")
         self._fsdp = [module for module in modules if isinstance(module, fsdp)]
         self.slots: list[dict[str, Any]] = []
@@ -349,7 +386,9 @@ class Tracking:
         """Return whether one of these tensors is averaged, or has the memory of one that is."""
         averaged = list(self.averaged.values())
         # since the last look, parameters may have been replaced
-        averaged += [x for name, x, _ in self._tensors() if self.aliases.get(name) in self.averaged]
+        averaged += [
+            x for _, name, x, _ in self._tensors() if self.aliases.get(name) in self.averaged
+        ]
         return not set(map(_identity, averaged)).isdisjoint(map(_identity, tensors))
 
     @property
@@ -367,15 +406,25 @@ class Tracking:
         return {
             name: self.locals[name]
             for name, tensor in self.averaged.items()
-            if (not tensor.requires_grad if self.module is not None else is_frozen(tensor))
+            if (not tensor.requires_grad if self.modules else is_frozen(tensor))
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the model's state dict, with its own tensors."""
-        if self.module is None:
+        """Return the model's state dict, or that of all its parts, with its own tensors."""
+        if not self.modules:
             return dict(self._given)
-        state: dict[str, Any] = self.module.state_dict(keep_vars=True)
+        state: dict[str, Any]
+        state, *others = [module.state_dict(keep_vars=True) for module in self.modules]
+        for other in others:
+            state.update(other)
         return state
+
+    def is_computed(self, key: str, value: Any) -> bool:
+        """Return whether a hook computed this entry of the state dict from tensors of the model."""
+        if not isinstance(value, Tensor) or not value.is_floating_point() or key in self.aliases:
+            return False
+        known = any(value is tensor for tensors in self.objects.values() for tensor in tensors)
+        return not known and not key.endswith("_extra_state")
 
     def of(self, model: Source) -> Tracking:
         """Track another model's tensors under the names of this one.
@@ -387,14 +436,14 @@ class Tracking:
         Raises:
             ValueError: If names or shapes differ.
         """
-        if self.unnamed and isinstance(model, Module):
-            model = model.parameters()
+        if self.unnamed and (parts := _parts(model)):
+            model = [parameter for part in parts for parameter in part.parameters()]
         other = Tracking(model, **self._options)
         tensors, theirs = self.tensors, other.tensors
         theirs = {alias: theirs[name] for alias, name in other.aliases.items() if name in theirs}
-        if self.module is not None:
+        if self.modules:
             theirs = _without_prefix(theirs, next(iter(tensors), ""))
-        if self.module is not None or self.unnamed:
+        if self.modules or self.unnamed:
             _check_unexpected("model", self.aliases, theirs)
         matched: dict[str, Tensor] = {}
         for alias, name in self.aliases.items():
@@ -426,6 +475,12 @@ def _without_prefix(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tenso
     return dict(tensors)
 
 
+def _parts(source: Any) -> list[Module]:
+    """Return the modules of a source, without wrappers: one, or those of a list of modules."""
+    parts = source if isinstance(source, list | tuple) else [source]
+    return list(map(unwrap, parts)) if all(isinstance(x, Module) for x in parts) else []
+
+
 def _given(source: Any) -> tuple[dict[str, Tensor], bool]:
     """Return tensors by name, and whether they came without: then their names are numbers."""
     items = list(source.items() if isinstance(source, Mapping) else source)
@@ -438,12 +493,25 @@ def _given(source: Any) -> tuple[dict[str, Tensor], bool]:
         if not (len(kinds) == 2 and isinstance(item[0], str) and isinstance(item[1], Tensor)):
             got = f"a pair of {kinds[0]} and {kinds[1]}" if len(kinds) == 2 else type(item).__name__
             raise TypeError(
-                "expected a module, pairs of a name and a tensor, as named_parameters() gives, or "
-                f"a list of tensors, got {got}"
+                "expected a module, a list of modules, pairs of a name and a tensor, as "
+                f"named_parameters() gives, or a list of tensors, got {got}"
             )
         if tensors.setdefault(item[0], item[1]) is not item[1]:
             raise ValueError(f"{item[0]}: two tensors have this name; names must be unique")
     return tensors, False
+
+
+def _check_available(name: str, tensor: Tensor) -> None:
+    """Raise an error if this process does not have the elements of a tensor."""
+    if is_lazy(tensor):
+        raise ValueError(
+            f"{name}: the tensor is not initialised; run a batch through the model first"
+        )
+    if hasattr(tensor, "ds_id"):
+        raise TypeError(
+            f"{name}: DeepSpeed's ZeRO stage 3 has partitioned this parameter, so it is "
+            "empty; use stage 1 or 2, or shard the model with torch's fully_shard (FSDP2)"
+        )
 
 
 def _address(tensor: Tensor) -> int:

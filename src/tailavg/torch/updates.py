@@ -28,7 +28,9 @@ def has_trained(optimizer: Optimizer) -> bool:
     skipped = getattr(optimizer, "found_inf", None)
     if skipped is not None and skipped.item():
         return False
-    groups = optimizer.param_groups
+    # a container of optimizers, such as torchtitan's, has no learning rates itself
+    optimizers = getattr(optimizer, "optimizers", [optimizer])
+    groups = [group for inner in optimizers for group in inner.param_groups]
     if any(group.get("lr", 0.0) != 0 for group in groups):  # not every group has a learning rate
         return True
     return any(_is_nonzero(p.grad) for group in groups for p in group["params"])
