@@ -34,7 +34,8 @@ def __getattr__(name: str) -> object:
     if name in ("core", "numpy"):
         return import_module(f"tailavg.{name}")
     if name in __all__:
-        for module in ("numpy", "core.elapsed", "core.rules", "core.windows", "core.readings", "core.profile"):
+        core = ("elapsed", "rules", "windows", "readings", "profile")
+        for module in ("numpy", *(f"core.{name}" for name in core)):
             members = vars(import_module(f"tailavg.{module}"))
             globals().update({public: members[public] for public in __all__ if public in members})
         return globals()[name]

@@ -620,9 +620,8 @@ class ElapsedClock(BlockClock):
 
     def restore_elapsed(self, count: int, starts: list[int], folded: int, times: Any) -> None:
         """Do what `restore` does, with the times that `elapsed` returned."""
-        firsts, lasts = (
-            [times.get(name) for name in ("first", "last")] if isinstance(times, dict) else [[], []]
-        )
+        lists = [times.get(name, []) for name in ("first", "last")] if times else []
+        firsts, lasts = lists or [[], []]
         in_order = list(chain.from_iterable(zip(firsts, lasts, strict=False)))
         rises = all(type(t) is int for t in in_order) and in_order == sorted(in_order)
         if not (len(firsts) == len(lasts) == len(starts) and rises):
@@ -677,9 +676,7 @@ class ElapsedClock(BlockClock):
     def _fit(self, blocks: list[int], count: int) -> bool:
         if not count:
             return blocks == [0] * self.rule.accumulators
-        return blocks[0] >= 0 and all(
-            a < b or a == b == 0 for a, b in pairwise([*blocks, count])
-        )
+        return blocks[0] >= 0 and all(a < b or a == b == 0 for a, b in pairwise([*blocks, count]))
 
 
 _ELAPSED = ("first", "last", "size", "decay", "scale")
@@ -729,7 +726,7 @@ class ElapsedDecayClock(DecayClock):
 
     def restore_elapsed(self, count: int, starts: list[int], folded: int, times: Any) -> None:
         """Do what `restore` does, with the times that `elapsed` returned."""
-        values = [times.get(name) for name in _ELAPSED] if isinstance(times, dict) else []
+        values: list[Any] = [times.get(name) for name in _ELAPSED] if times else []
         kinds = [type(value) for value in values]
         fits = kinds == [int, int, float, float, float] and values[0] <= values[1]
         if not (fits and values[2] >= 1.0 and 0.0 <= values[3] <= 1.0 and 0.0 < values[4] <= 1.0):

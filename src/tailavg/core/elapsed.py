@@ -1,4 +1,4 @@
-"""`Elapsed`: a window of time. Times are whole nanoseconds, so that no decision depends on rounding.
+"""`Elapsed`: a window of time. Times are whole nanoseconds: no decision depends on rounding.
 
 `tailavg.core.clock` says which blocks such a window has. All other windows count samples.
 """
@@ -54,9 +54,7 @@ class Elapsed:
     def __init__(self, period: Period) -> None:
         length = _length(period)
         if not 0 < length <= LONGEST:
-            raise ValueError(
-                f"period: expected between 1 nanosecond and 146 years, got {period!r}"
-            )
+            raise ValueError(f"period: expected between 1 nanosecond and 146 years, got {period!r}")
         object.__setattr__(self, "period", length / SECOND)
 
     @property
@@ -122,7 +120,7 @@ def nanoseconds(t: Any) -> int:
         t = np.datetime64(t)
         if not np.isnat(t):
             return int(t.astype("datetime64[ns]").astype(np.int64))
-    elif isinstance(t, Real) and not isinstance(t, bool) and abs(t) <= LONGEST / SECOND:
+    elif isinstance(t, Real) and not isinstance(t, bool) and abs(float(t)) <= LONGEST / SECOND:
         return round(float(t) * SECOND)
     elif not isinstance(t, Real):
         raise TypeError(f"t: expected seconds, a datetime or a datetime64, got {t!r}")
@@ -141,8 +139,10 @@ def times_in(ts: Any) -> npt.NDArray[np.int64]:
     elif times.dtype.kind in "iuf":
         if not (np.abs(times) <= LONGEST / SECOND).all():
             raise ValueError("ts: expected times within 146 years of 0")
-        whole = times.dtype.kind != "f"
-        times = times.astype(np.int64) * SECOND if whole else np.rint(times * SECOND).astype(np.int64)
+        if times.dtype.kind == "f":
+            times = np.rint(times * SECOND).astype(np.int64)
+        else:
+            times = times.astype(np.int64) * SECOND
     else:
         raise TypeError(f"ts: expected seconds, datetimes or datetime64s, got {times.dtype}")
     if times.ndim != 1:

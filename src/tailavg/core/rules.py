@@ -352,8 +352,8 @@ def as_rule(rule: AnyWindow | Rule) -> Rule:
         )
     if isinstance(rule, Rule):
         return rule
-    rule = as_elapsed(rule)
-    return AnytimeWindow(rule if isinstance(rule, Elapsed) else as_window(rule, "rule"))
+    window: Any = as_elapsed(rule)
+    return AnytimeWindow(window if isinstance(window, Elapsed) else as_window(window, "rule"))
 
 
 def is_timed(rule: Rule) -> bool:
@@ -498,5 +498,6 @@ def size_of(rule: Rule, window: Reading | None, t: int) -> float:
     if isinstance(rule, AnyTail) and window is None:
         return float(t)
     reading = window_of(rule, window, t)
-    is_read = isinstance(rule, AnyTail) or isinstance(reading, Counted)
-    return float(reading.size(t) if is_read else rule.size(t))
+    if isinstance(rule, AnyTail) or isinstance(reading, Counted):
+        return float(reading.size(t))
+    return float(rule.size(t))

@@ -119,6 +119,7 @@ _SPREAD = {"variances": _FIELDS["blocks"], "squares": _FIELDS["partial"]}
 _ARRAYS = ("starts", "blocks", "partial", *_SPREAD)
 _LISTS = ("keys", "counts", "starts", "blocks", "folded", "partial")
 _OF_BLOCKS = ("starts", "blocks", "variances")  # lists of lists, of averages by key
+_KEYED = dict.fromkeys((*_SPREAD, "elapsed"), list)  # what averages by key may have
 _DTYPES = {np.dtype(code).name: np.dtype(code) for code in "fdgFDG"}
 _TYPES: dict[str, Any] = {
     kind.__name__: kind
@@ -361,7 +362,7 @@ def check_keyed(state: Any) -> dict[str, Any]:
     Raises:
         ValueError: If keys, types or version are not those of this layout.
     """
-    _check_fields(state, KEYED, _HEADER | dict.fromkeys(_LISTS, list), dict.fromkeys(_SPREAD, list))
+    _check_fields(state, KEYED, _HEADER | dict.fromkeys(_LISTS, list), _KEYED)
     number, spread = len(state["keys"]), _spread_in(state)
     for name in (*_LISTS[1:], *spread):
         entries = state[name]

@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from tailavg.core.clock import SUM, BlockClock, DecayClock, SampleClock, clock_for, time_error
+from tailavg.core.elapsed import nanoseconds, now, times_in
 from tailavg.core.equation import weights
 from tailavg.core.profile import Profile, block_weights, dense_weights, effective_size, profile
 from tailavg.core.readings import Reading
-from tailavg.core.elapsed import nanoseconds, now, times_in
 from tailavg.core.rules import AnyTail, Rule, as_rule, is_timed, size_of, window_of
 from tailavg.core.windows import AnyWindow, Fixed, Reals, short_repr
 from tailavg.io import state as layout

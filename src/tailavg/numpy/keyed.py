@@ -16,8 +16,9 @@ from typing import Any, Self
 import numpy as np
 
 from tailavg.core.clock import clock_for
+from tailavg.core.elapsed import now, times_in
 from tailavg.core.readings import Reading
-from tailavg.core.rules import AnyTail, ExactWindow, Rule, no_window_error, window_of
+from tailavg.core.rules import AnyTail, ExactWindow, Rule, is_timed, no_window_error, window_of
 from tailavg.core.windows import AnyWindow, short_repr
 from tailavg.io import state as layout
 from tailavg.numpy.arithmetic import MEAN, Array, Of, Statistic
@@ -108,28 +109,28 @@ class TailAverages(Mapping[Any, TailAverage]):
         """The policy for samples that are NaN."""
         return self._empty.nan_policy
 
-    def update(self, key: Hashable, x: Any) -> None:
-        """Take one sample of a key."""
+    def update(self, key: Hashable, x: Any, t: Any = None) -> None:
+        """Take one sample of a key. With an `Elapsed` window, `t` is its time."""
         if key in self._rows:
-            self._average(key).update(x)
+            self._average(key).update(x, t)
             return
         sample = numbers(x, "sample")
         if sample.ndim:
             raise ValueError(f"sample: expected a number, got an array of shape {sample.shape}")
         average = self._empty.copy()
-        average.update(sample.item())
+        average.update(sample.item(), t)
         if average.count:
             self._hold([([key], np.array([-1]), as_row(average))])
 
-    def value(self, key: Hashable, window: Reading | None = None) -> float:
-        """Return the average of a key. An `AnyTail` needs a `window`.
+    def value(self, key: Hashable, window: Reading | None = None, *, at: Any = None) -> float:
+        """Return the average of a key. An `AnyTail` needs a `window`. For `at`, see `TailAverage`.
 
         Examples:
             >>> TailAverages(100).value("loss")
             Traceback (most recent call last):
             KeyError: "key: expected a key that has had a sample, got 'loss'"
         """
-        value: float = self._average(key).value(window)
+        value: float = self._average(key).value(window, at=at)
         return value
 
     def std(self, key: Hashable, window: Reading | None = None, ddof: int = 1) -> float:
@@ -142,8 +143,10 @@ class TailAverages(Mapping[Any, TailAverage]):
         variance: float = self._average(key).variance(window, ddof)
         return variance
 
-    def update_many(self, keys: Any, xs: Any) -> None:
+    def update_many(self, keys: Any, xs: Any, ts: Any = None) -> None:
         """Take many samples. The key of xs[i] is keys[i]. After an error, nothing has changed.
+
+        With an `Elapsed` window, `ts` has the times. They do not go back within a key.
 
         This is faster than `update` if each key has dozens of samples.
 
@@ -154,7 +157,7 @@ class TailAverages(Mapping[Any, TailAverage]):
             4.0
         """
         window = 1.0 if isinstance(self.rule, AnyTail) else None  # any window will do
-        self.scan_parts([part_of(keys, xs)], [window])
+        self.scan_parts([part_of(keys, xs)], [window], times=ts)
 
     def scan(
         self,
@@ -162,13 +165,14 @@ class TailAverages(Mapping[Any, TailAverage]):
         xs: Any,
         window: Reading | None = None,
         *,
+        ts: Any = None,
         of: Of = "mean",
         ddof: int = 1,
     ) -> Array:
         """Take many samples. Return after each sample the average of its key.
 
         Keys may come in any order. An `AnyTail` needs a `window`. With `of="variance"` or
-        `of="std"`, return these instead of averages.
+        `of="std"`, return these instead of averages. With an `Elapsed` window, `ts` has the times.
 
         Examples:
             >>> TailAverages(0.5).scan([1, 2, 1, 2], [1.0, 10.0, 2.0, 20.0])
@@ -176,7 +180,7 @@ class TailAverages(Mapping[Any, TailAverage]):
         """
         statistic = Statistic.named(of, ddof)
         parts = [part_of(keys, xs)]
-        averages: Array = self.scan_parts(parts, [window], statistic=statistic)[0][0]
+        averages: Array = self.scan_parts(parts, [window], statistic=statistic, times=ts)[0][0]
         return averages
 
     def scan_parts(
@@ -187,15 +191,18 @@ class TailAverages(Mapping[Any, TailAverage]):
         keep: bool = True,
         same_bits: bool = False,
         statistic: Statistic = _AVERAGE,
+        times: Any = None,
     ) -> list[Array]:
         """Take samples of several columns, which share no key. Return the averages of each column.
 
         These are an array for each column, with a row for each window. After an error, nothing has
         changed. Without `keep`, all averages begin anew and are not stored. For `same_bits` and
-        `statistic`, see `scan_groups`.
+        `statistic`, see `scan_groups`. All columns share the `times` of an `Elapsed` window.
         """
         if keep:
             self._settle()
+        if times is not None and is_timed(self.rule):
+            times = times_in(times)
         out, changes = [], []
         for codes, keys, xs in parts:
             table, rows = self._new_table(len(keys)), np.full(len(keys), -1)
@@ -203,7 +210,7 @@ class TailAverages(Mapping[Any, TailAverage]):
                 rows = np.array([self._rows.get(key, -1) for key in keys], np.int64)
                 table.put(np.flatnonzero(rows >= 0), self._table.take(rows[rows >= 0]))
             changes.append((keys, rows, table))
-            how = windows, self.nan_policy, statistic
+            how = windows, self.nan_policy, statistic, times
             out.append(scan_groups(table, codes, xs, *how, same_bits=same_bits))
         if keep:
             self._hold(changes)
@@ -283,7 +290,8 @@ class TailAverages(Mapping[Any, TailAverage]):
             >>> TailAverages.from_state_dict(averages.state_dict()) == averages
             True
         """
-        names = (*_LISTS, *_SPREAD) if self._variance else _LISTS
+        names = (*_LISTS, *(_SPREAD if self._variance else ()))
+        names += ("elapsed",) if is_timed(self.rule) else ()
         lists: dict[str, list[Any]] = {name: [] for name in names}
         for key in self:
             for name, entry in zip(names, (key, *self.steps_of(key)), strict=True):
@@ -293,7 +301,7 @@ class TailAverages(Mapping[Any, TailAverage]):
     def steps_of(self, key: Any) -> tuple[Any, ...]:
         """Return the state of a key: count, starts, blocks, folded, partial.
 
-        With `variance=True`, the variances and squares follow.
+        With `variance=True`, the variances and squares follow; with an `Elapsed` window, the times.
         """
         self._settle()
         table, row = self._table, self._rows[key]
@@ -303,10 +311,12 @@ class TailAverages(Mapping[Any, TailAverage]):
         count, starts = int(table.counts[row]), table.starts[row].tolist()
         empty = sum(start == end for start, end in pairwise([*starts, count]))
         means, total = table.means[row, empty:, 0].tolist(), float(table.sums[row, 0])
-        steps = count, starts[empty:], means, int(table.folded[row]), total
-        if not self._variance:
-            return steps
-        return *steps, table.variances[row, empty:, 0].tolist(), float(table.squares[row, 0])
+        steps: Any = count, starts[empty:], means, int(table.folded[row]), total
+        if self._variance:
+            steps += table.variances[row, empty:, 0].tolist(), float(table.squares[row, 0])
+        if is_timed(self.rule):
+            steps += (table.clock(row).elapsed(),)
+        return steps  # type: ignore[no-any-return]
 
     def restore(self, entries: Iterable[tuple[Any, ...]]) -> None:
         """Add keys with their states. Raise a ValueError if a state is impossible.
@@ -314,7 +324,7 @@ class TailAverages(Mapping[Any, TailAverage]):
         Each entry is a tuple of a key and what `steps_of` returns for the key.
         """
         self._settle()
-        for each, count, starts, blocks, folded, partial, *spread in entries:
+        for each, count, starts, blocks, folded, partial, *others in entries:
             key = _tuples(each)
             _check_key(key)
             try:
@@ -323,7 +333,8 @@ class TailAverages(Mapping[Any, TailAverage]):
                 raise ValueError(f"state: keys: {error}") from error
             if known:
                 raise ValueError(f"state: keys: expected each once, got {short_repr(key)} again")
-            variances, squares = spread if self._variance else (blocks, 0.0)
+            spread = others[:2] if self._variance else []
+            variances, squares = spread or (blocks, 0.0)
             if not count or not len(blocks) == len(variances) == len(starts):
                 raise ValueError(
                     f"corrupt state: {count} samples, {len(starts)} block starts, {len(blocks)} "
@@ -336,7 +347,13 @@ class TailAverages(Mapping[Any, TailAverage]):
                 state = self._empty.state_dict() | steps
                 table.averages[row] = TailAverage.from_state_dict(state)
             else:
-                _check_steps(self.rule, count, tuple(starts), folded)
+                if is_timed(self.rule):
+                    layout.check_steps(count, starts, folded)
+                    clock: Any = clock_for(self.rule)
+                    clock.restore_elapsed(count, starts, folded, others[-1])
+                    table.hold_clock(row, clock)
+                else:
+                    _check_steps(self.rule, count, tuple(starts), folded)
                 table.counts[row], table.folded[row], table.sums[row] = count, folded, partial
                 table.starts[row], table.means[row] = 0, 0.0
                 first = table.starts.shape[1] - len(starts)
@@ -362,7 +379,7 @@ class TailAverages(Mapping[Any, TailAverage]):
             )
         except TypeError as error:
             raise ValueError(f"state: {error}") from error
-        names = [name for name in (*_LISTS, *_SPREAD) if name in state]
+        names = [name for name in (*_LISTS, *_SPREAD, "elapsed") if name in state]
         averages.restore(zip(*(state[name] for name in names), strict=True))
         return averages
 
@@ -503,6 +520,7 @@ class _ExactTable:
         windows: Any,
         loops: Any,
         statistic: Statistic,
+        times: None,
     ) -> Array:
         sizes = [len(xs)] if codes is None else np.bincount(codes, minlength=len(self))
         bounds = np.concatenate([[0], np.cumsum(sizes)])
@@ -526,6 +544,7 @@ def scan_groups(
     windows: Sequence[Reading | None],
     nan_policy: NanPolicy,
     statistic: Statistic = _AVERAGE,
+    times: Array | None = None,
     *,
     same_bits: bool = False,
     name: str = "samples",
@@ -535,8 +554,8 @@ def scan_groups(
     This function checks the arguments, sorts the numbers by row, and calls `Table.scan_groups`. The
     code of a number without a row is -1. The averages are NaN before the first sample. With
     `same_bits`, they are bit-identical to those of single updates, which takes longer without
-    numba. A `statistic` replaces the averages. Error messages call the numbers `name`. An error may
-    leave the table changed.
+    numba. A `statistic` replaces the averages. With an `Elapsed` window, `times` are nanoseconds, by
+    default now. Error messages call the numbers `name`. An error may leave the table changed.
     """
     if statistic.of != MEAN and not table.variance:
         raise no_variance_error(statistic.name)
@@ -546,6 +565,15 @@ def scan_groups(
         raise TypeError(f"{name}: expected real numbers, got {xs.dtype}")
     if codes is not None and len(codes) != len(xs):
         raise ValueError(f"keys: expected as many keys as samples, {len(xs)}, got {len(codes)}")
+    timed = is_timed(table.rule)
+    if times is not None and (not timed or len(times) != len(xs)):
+        raise ValueError(
+            f"ts: expected {len(xs)} times, got {len(times)}"
+            if timed
+            else f"ts: samples have times only with an Elapsed window, not {table.rule}"
+        )
+    if timed and times is None:
+        times = np.full(len(xs), now())
     loops = kernel(len(xs), max(1, len(table)), same_bits=same_bits)
     order, codes = _sorted_by_group(codes, len(table), loops)
     samples = np.asarray(xs if order is None else xs[order], np.float64)
@@ -568,7 +596,9 @@ def scan_groups(
         for window in windows:
             window_of(table.rule, window, 1)  # raises unless it is None
     with np.errstate(all="ignore"):
-        averages: Array = table.scan_groups(codes, samples, counted, windows, loops, statistic)
+        times = times if order is None or times is None else times[order]
+        how = windows, loops, statistic, times
+        averages: Array = table.scan_groups(codes, samples, counted, *how)
     if order is None:
         return averages
     out = np.full((len(windows), len(xs)), np.nan)

@@ -144,7 +144,7 @@ class Table:
         """Return the clock of a row."""
         clock = _first_clock(self.rule).copy()
         if self.counts[row]:
-            starts, times = self.starts[row].tolist(), ()
+            starts, times = self.starts[row].tolist(), tuple[Any, ...]()
             if isinstance(clock, ElapsedClock):
                 times = ((self.firsts[row].tolist(), self.lasts[row].tolist()),)
             elif isinstance(clock, ElapsedDecayClock):
@@ -188,6 +188,8 @@ class Table:
         """Return the average of a row of numbers, or another statistic."""
         value, means, total = 0.0, self.means[row, :, 0].tolist(), float(self.sums[row, 0])
         clock = self.clock(row)
+        if isinstance(clock, ElapsedClock | ElapsedDecayClock):
+            window = clock.samples()
         if statistic.of != MEAN:
             terms, squares = clock.terms(window), float(self.squares[row, 0])
             variance = spread(terms, means, self.variances[row, :, 0].tolist(), total, squares)
@@ -325,8 +327,8 @@ class Table:
         for row in np.flatnonzero(np.diff(bounds)).tolist():
             begin, end = int(bounds[row]), int(bounds[row + 1])
             if kernel is None:
-                span = slice(begin, end)
-                self._scan_by_arrays(row, xs[span], out[0, span], times[span], statistic)
+                now = slice(begin, end)
+                self._scan_by_arrays(row, xs[now], out[0, now], times[now], statistic)
                 continue
             for at in range(begin, end, _PLANNED):
                 stop, t = min(at + _PLANNED, end), int(self.counts[row])
@@ -424,9 +426,7 @@ class Table:
                 lost = (mean - self.means[row, 0]) * clock.decay
             self.sums[row] = np.where(np.isfinite(lost), lost, 0.0)
 
-    def add(
-        self, xs: Array, kernel: SimpleNamespace | None, times: Array | None = None
-    ) -> None:
+    def add(self, xs: Array, kernel: SimpleNamespace | None, times: Array | None = None) -> None:
         """Take samples into a table of one row, without reading averages."""
         if isinstance(self.rule, Exponential) and times is None:
             nothing = np.empty((0, xs.shape[1]), xs.dtype)
@@ -444,7 +444,7 @@ def _check_times(times: Array, last: int | None) -> None:
     back = times[1:] < times[:-1]
     if back.any() or (last is not None and times[0] < last):
         place = int(back.argmax()) + 1 if back.any() else 0
-        before = times[place - 1] if back.any() else last
+        before: Any = times[place - 1] if back.any() else last
         raise time_error(int(times[place]), int(before))
 
 
