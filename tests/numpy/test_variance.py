@@ -712,6 +712,7 @@ def test_a_corrupt_state_is_refused(rule, shape):
     variances = np.asarray(state["variances"])
     wrong = [
         {"variances": variances[1:]},
+        {"variances": variances - 1e9},
         {"variances": np.concatenate([variances, variances])},
         {"variances": np.zeros((len(variances), 7))},
         {"squares": np.zeros(7)},
@@ -908,6 +909,7 @@ def test_keys_go_into_files_and_on(rule, tmp_path):
     for change in (
         {"variances": state["variances"][1:]},
         {"variances": [[0.0] * 9] * len(state["keys"])},
+        {"variances": [[x - 1e9 for x in each] for each in state["variances"]]},
         {"squares": state["squares"][1:]},
         {"squares": [None] * len(state["keys"])},
     ):
