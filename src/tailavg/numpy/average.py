@@ -640,6 +640,8 @@ class TailAverage:
                 raise ValueError("state: variances or squares differ in shape from the blocks")
             if not np.can_cast(np.result_type(*arrays), average._dtype, "same_kind"):
                 raise ValueError(f"state: blocks are not of dtype {average._dtype}")
+            if any((variances < 0.0).any() for variances in arrays[2:3]):
+                raise ValueError("corrupt state: negative variances")
             average._clock.restore(count, starts, folded)
             average._begin(None if state["scalar"] else shape, average._dtype)
             average._restore(*(array.astype(average._dtype) for array in arrays))

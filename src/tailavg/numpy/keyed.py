@@ -329,6 +329,8 @@ class TailAverages(Mapping[Any, TailAverage]):
                     f"corrupt state: {count} samples, {len(starts)} block starts, {len(blocks)} "
                     "blocks"
                 )
+            if self._variance and any(variance < 0.0 for variance in variances):
+                raise ValueError("corrupt state: negative variances")
             (row,), table = self._free_rows(1), self._table
             if isinstance(table, _ExactTable):
                 steps = dict(zip(_STEPS, (count, starts, blocks, folded, partial), strict=True))
