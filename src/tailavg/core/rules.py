@@ -23,7 +23,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 import numpy as np
 
-from tailavg.core.elapsed import Counted, Elapsed
+from tailavg.core.elapsed import Counted
 from tailavg.core.equation import square_root, weights
 from tailavg.core.readings import ByAge, Decay, Reading
 from tailavg.core.windows import (
@@ -38,6 +38,7 @@ from tailavg.core.windows import (
     as_elapsed,
     as_window,
     fraction,
+    is_elapsed,
     positive_int,
     short_repr,
     smaller,
@@ -353,7 +354,7 @@ def as_rule(rule: AnyWindow | Rule) -> Rule:
     if isinstance(rule, Rule):
         return rule
     window: Any = as_elapsed(rule)
-    return AnytimeWindow(window if isinstance(window, Elapsed) else as_window(window, "rule"))
+    return AnytimeWindow(window if is_elapsed(window) else as_window(window, "rule"))
 
 
 def is_timed(rule: Rule) -> bool:

@@ -34,6 +34,7 @@ __all__ = [
     "as_elapsed",
     "as_window",
     "fraction",
+    "is_elapsed",
     "positive_int",
     "short_repr",
     "smaller",
@@ -275,6 +276,11 @@ _fixed, _growing = lru_cache(Fixed), lru_cache(Growing)  # reads often repeat th
 def as_elapsed(window: Any) -> Any:
     """Return the `Elapsed` that a text or a timedelta stands for, and anything else unchanged."""
     return Elapsed(window) if isinstance(window, str | timedelta | np.timedelta64) else window
+
+
+def is_elapsed(window: Any) -> bool:
+    """Return whether this is a window of time."""
+    return isinstance(window, Elapsed)
 
 
 class OfWindow:

@@ -704,6 +704,8 @@ class TailAverage:
                 raise ValueError("state: variances or squares differ in shape from the blocks")
             if not np.can_cast(np.result_type(*arrays), average._dtype, "same_kind"):
                 raise ValueError(f"state: blocks are not of dtype {average._dtype}")
+            if any((variances < 0.0).any() for variances in arrays[2:3]):
+                raise ValueError("corrupt state: negative variances")
             if is_timed(average.rule):
                 average._clock.restore_elapsed(count, starts, folded, state.get("elapsed"))
             else:

@@ -340,6 +340,8 @@ class TailAverages(Mapping[Any, TailAverage]):
                     f"corrupt state: {count} samples, {len(starts)} block starts, {len(blocks)} "
                     "blocks"
                 )
+            if self._variance and any(variance < 0.0 for variance in variances):
+                raise ValueError("corrupt state: negative variances")
             (row,), table = self._free_rows(1), self._table
             if isinstance(table, _ExactTable):
                 steps = dict(zip(_STEPS, (count, starts, blocks, folded, partial), strict=True))
@@ -554,8 +556,8 @@ def scan_groups(
     This function checks the arguments, sorts the numbers by row, and calls `Table.scan_groups`. The
     code of a number without a row is -1. The averages are NaN before the first sample. With
     `same_bits`, they are bit-identical to those of single updates, which takes longer without
-    numba. A `statistic` replaces the averages. With an `Elapsed` window, `times` are nanoseconds, by
-    default now. Error messages call the numbers `name`. An error may leave the table changed.
+    numba. A `statistic` replaces the averages. With an `Elapsed` window, `times` are nanoseconds,
+    by default now. Error messages call the numbers `name`. An error may leave the table changed.
     """
     if statistic.of != MEAN and not table.variance:
         raise no_variance_error(statistic.name)
