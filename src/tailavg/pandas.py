@@ -3,11 +3,12 @@
 df["smooth"] = tail_mean(df["loss"], 0.25)          # the last quarter of the rows so far
 tail_mean(df, Exponential(100), by="run")           # of each run, and each column
 tail_std(df["loss"], 0.25)                          # the standard deviation of these rows
+tail_mean(df, "10min", on="time", by="run")         # the last ten minutes of each run
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, TypedDict, Unpack, overload
 
 import numpy as np
@@ -19,8 +20,8 @@ with needs("pandas"):
     from pandas.api.typing import DataFrameGroupBy, SeriesGroupBy
 
 from tailavg.core.readings import Reading
-from tailavg.core.rules import Rule
-from tailavg.core.windows import AnyWindow
+from tailavg.core.rules import Rule, is_timed
+from tailavg.core.windows import AnyWindow, short_repr
 from tailavg.numpy.arithmetic import MEAN, Array, Statistic
 from tailavg.numpy.average import NanPolicy
 from tailavg.numpy.keyed import TailAverages, averages_for, keys_of_column
@@ -33,6 +34,7 @@ _MASKED = (pd.arrays.FloatingArray, pd.arrays.IntegerArray, pd.arrays.BooleanArr
 class _Options(TypedDict, total=False):
     window: Reading | None
     by: Any
+    on: Any
     nan_policy: NanPolicy
     state: TailAverages | None
     numeric_only: bool
@@ -52,6 +54,7 @@ def tail_mean(
     *,
     window: Reading | None = None,
     by: Any = None,
+    on: Any = None,
     nan_policy: NanPolicy = "omit",
     state: TailAverages | None = None,
     numeric_only: bool = False,
@@ -66,10 +69,14 @@ def tail_mean(
         data: A Series, a DataFrame, or a `groupby` of one. As with `transform`, the result of a
             `groupby` has the index of the data, without the columns of the keys.
         rule: How many samples to average, and how: a number (an int n for the last n, a float in
-            (0, 1] for the last fraction), a window or a rule, as for `TailAverage`.
+            (0, 1] for the last fraction), a period of time (`"10min"`, a timedelta), a window or a
+            rule, as for `TailAverage`.
         window: What to read an `AnyTail` with: a window, a `Freshest` or a `Decay`.
         by: What to group by: anything that `groupby` takes. Rows with a missing key have a missing
             average.
+        on: For a period of time: the name of the column, or of the level of the index, with the
+            times. The column is not averaged. By default, the index has the times. Within a group,
+            times do not go back.
         nan_policy: How to treat missing values. `"omit"` skips them, as `mean` and `ewm` do in
             pandas: the row is not counted and repeats the previous average. `"propagate"`: an
             average is missing while its window has a missing value. `"raise"` raises an error.
@@ -93,6 +100,9 @@ def tail_mean(
         1   9.0
         2   3.0
         3   1.5
+        >>> hours = pd.date_range("2026-01-01", periods=3, freq="h")
+        >>> tail_mean(pd.Series([4.0, 9.0, 2.0], index=hours), "2h").tolist()
+        [4.0, 6.5, 5.5]
     """
     return _scan(
         Statistic(),
@@ -100,6 +110,7 @@ def tail_mean(
         rule,
         window=window,
         by=by,
+        on=on,
         nan_policy=nan_policy,
         state=state,
         numeric_only=numeric_only,
@@ -135,8 +146,8 @@ def tail_std(
         rule: As for `tail_mean`.
         ddof: 1 divides the variance by 1 - Σ α², so that it is unbiased for independent samples; 0
             does not.
-        options: `window`, `by`, `nan_policy`, `state` and `numeric_only`, as for `tail_mean`. A
-            `state` needs `TailAverages(..., variance=True)`.
+        options: `window`, `by`, `on`, `nan_policy`, `state` and `numeric_only`, as for `tail_mean`.
+            A `state` needs `TailAverages(..., variance=True)`.
 
     Examples:
         >>> tail_std(pd.Series([1.0, 3.0, 3.0, 7.0]), 2, ddof=0).tolist()
@@ -182,13 +193,14 @@ def _scan(
     *,
     window: Reading | None = None,
     by: Any = None,
+    on: Any = None,
     nan_policy: NanPolicy = "omit",
     state: TailAverages | None = None,
     numeric_only: bool = False,
 ) -> Any:
     """Return a statistic after each row. The arguments are those of `tail_mean`."""
     variance, keep = statistic.of != MEAN, state is not None
-    averages = averages_for(rule, window, nan_policy, state, variance=variance)
+    averages = averages_for(rule, window, nan_policy, state, variance, on)
     groups = None
     if isinstance(data, SeriesGroupBy | DataFrameGroupBy):
         if by is not None:
@@ -200,9 +212,13 @@ def _scan(
         )
     elif by is not None:
         groups = data.groupby(by, sort=False, observed=True)
+    source = data if groups is None else groups.obj
+    times = _times(source, on) if is_timed(averages.rule) else None
     if groups is not None:
         data = groups._obj_with_exclusions  # the selected columns, without the keys
     is_frame = isinstance(data, pd.DataFrame)
+    if is_frame and on is not None:
+        data = data.drop(columns=on, errors="ignore")
     if is_frame and numeric_only:
         data = data.loc[:, [_is_numeric(column) for _, column in data.items()]]
     columns = [column for _, column in data.items()] if is_frame else [data]
@@ -223,7 +239,7 @@ def _scan(
         (codes, keys_of_column(column.name, keys, is_frame and keep), _numbers(column))
         for column in columns
     ]
-    scanned = averages.scan_parts(parts, [window], keep=keep, statistic=statistic)
+    scanned = averages.scan_parts(parts, [window], keep=keep, statistic=statistic, times=times)
     results = [_like(column, values[0]) for column, values in zip(columns, scanned, strict=True)]
     if not is_frame:
         return pd.Series(results[0], index=data.index, name=data.name, copy=False)
@@ -250,6 +266,31 @@ def _groups(groups: Any, keep: bool) -> tuple[Array, Sequence[Any]]:
         return codes, [None if pd.isna(key) else key for key in index.tolist()]
     keys = [tuple(None if pd.isna(x) else x for x in key) for key in index.tolist()]
     return codes, keys
+
+
+def _times(data: Any, on: Any) -> Array:
+    """Return the times of the rows: of a column, of a level of the index, or of the index."""
+    columns = data.columns if isinstance(data, pd.DataFrame) else ()
+    if on is None:
+        times = data.index
+        if not pd.api.types.is_datetime64_any_dtype(times.dtype):
+            raise ValueError(
+                "a window of time needs the time of each row: pass on=, the name of a column of "
+                "datetimes, or data with a DatetimeIndex"
+            )
+    elif not isinstance(on, Hashable) or on not in [*columns, *data.index.names]:
+        raise ValueError(
+            f"on: expected the name of a column or of a level of the index, got {short_repr(on)}"
+        )
+    else:
+        times = data[on] if on in columns else data.index.get_level_values(on)
+        if not pd.api.types.is_datetime64_any_dtype(times.dtype):
+            raise TypeError(
+                f"on: expected datetimes, got {on!r} of {times.dtype}; convert it with "
+                "pd.to_datetime"
+            )
+    in_utc: Array = pd.DatetimeIndex(times).as_unit("ns").to_numpy("datetime64[ns]")
+    return in_utc
 
 
 def _is_numeric(column: Any) -> bool:

@@ -5,6 +5,7 @@ df.with_columns(tail_mean(pl.col("loss"), 0.25))            # the last quarter o
 df.with_columns(pl.col("loss").pipe(tail_mean, 0.25).over("run"))
 df.with_columns(tail_mean(pl.col("loss"), 0.25, by="run"))  # the same, and faster
 df.with_columns(tail_std(pl.col("loss"), 0.25).alias("std"))
+df.with_columns(tail_mean(pl.col("loss"), "10min", on="time"))
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ with needs("polars"):
     import polars as pl
 
 from tailavg.core.readings import Reading
-from tailavg.core.rules import Rule
+from tailavg.core.rules import Rule, is_timed
 from tailavg.core.windows import AnyWindow
 from tailavg.numpy.arithmetic import MEAN, Array, Statistic
 from tailavg.numpy.average import NanPolicy, has_nan
@@ -34,6 +35,7 @@ Data = TypeVar("Data", pl.Expr, pl.Series, pl.DataFrame)
 class _Options(TypedDict, total=False):
     window: Reading | None
     by: Any
+    on: Any
     nan_policy: NanPolicy
     state: TailAverages | None
 
@@ -44,6 +46,7 @@ def tail_mean(
     *,
     window: Reading | None = None,
     by: Any = None,
+    on: Any = None,
     nan_policy: NanPolicy = "omit",
     state: TailAverages | None = None,
 ) -> Data:
@@ -55,11 +58,15 @@ def tail_mean(
         data: An expression, a Series or a DataFrame. Expressions work in every engine; `over`
             and `group_by` call them once per group.
         rule: How many samples to average, and how: a number (an int n for the last n, a float in
-            (0, 1] for the last fraction), a window or a rule, as for `TailAverage`.
+            (0, 1] for the last fraction), a period of time (`"10min"`, a timedelta), a window or a
+            rule, as for `TailAverage`.
         window: What to read an `AnyTail` with: a window, a `Freshest` or a `Decay`.
         by: What to group by: names or expressions; for a Series, another Series or a list of them.
             The result is the same as with `over`, and much faster if there are many groups. A
             DataFrame keeps the columns that it is grouped by.
+        on: For a period of time, the times: the name of a column of dates or datetimes, or an
+            expression; for a Series, another Series. A DataFrame keeps the column. Within a group,
+            times do not go back.
         nan_policy: How to treat nulls and NaNs. `"omit"` skips them: the row is not counted and
             repeats the previous average, or is null if there is none yet. `"propagate"`: an average
             is NaN while its window has a null or NaN. `"raise"` raises an error.
@@ -73,9 +80,12 @@ def tail_mean(
         [4.0, 9.0, 3.0, 1.5]
         >>> tail_mean(df["loss"], 2).to_list()
         [4.0, 6.5, 5.5, 1.5]
+        >>> day = pl.Series(["2026-01-01", "2026-01-02", "2026-01-03"]).str.to_date()
+        >>> tail_mean(pl.Series([4.0, 9.0, 2.0]), "2d", on=day).to_list()
+        [4.0, 6.5, 5.5]
     """
-    options: _Options = {"window": window, "by": by, "nan_policy": nan_policy, "state": state}
-    return _read(Statistic(), data, rule, **options)
+    options: _Options = {"window": window, "by": by, "on": on, "nan_policy": nan_policy}
+    return _read(Statistic(), data, rule, **options, state=state)
 
 
 def tail_std(
@@ -92,7 +102,7 @@ def tail_std(
         rule: As for `tail_mean`.
         ddof: 1 divides the variance by 1 - Σ α², so that it is unbiased for independent samples; 0
             does not.
-        options: `window`, `by`, `nan_policy` and `state`, as for `tail_mean`. A `state` needs
+        options: `window`, `by`, `on`, `nan_policy` and `state`, as for `tail_mean`. A `state` needs
             `TailAverages(..., variance=True)`.
 
     Examples:
@@ -123,12 +133,15 @@ def _read(
     *,
     window: Reading | None = None,
     by: Any = None,
+    on: Any = None,
     nan_policy: NanPolicy = "omit",
     state: TailAverages | None = None,
 ) -> Data:
     """Return a statistic after each row. The arguments are those of `tail_mean`."""
     variance, keep = statistic.of != MEAN, state is not None
-    averages = averages_for(rule, window, nan_policy, state, variance=variance)
+    averages = averages_for(rule, window, nan_policy, state, variance, on)
+    if on is None and is_timed(averages.rule):
+        raise ValueError("a window of time needs the time of each row: pass on=, as in on='time'")
     read = averages, window, statistic
     if isinstance(data, pl.Expr):
         if keep:
@@ -136,17 +149,21 @@ def _read(
                 "state: an expression takes no state, since polars may run it at any time and more "
                 "than once; pass a Series or a DataFrame"
             )
-        return _expression(data, by, *read)
+        return _expression(data, by, on, *read)
     if isinstance(data, pl.Series):
         if isinstance(by, str | pl.Expr):
             raise TypeError(f"by: expected a Series or a list of Series, got {by!r}")
         is_list = isinstance(by, list | tuple) and all(isinstance(key, pl.Series) for key in by)
         keys = [] if by is None else [pl.Series(key) for key in (by if is_list else [by])]
-        return _scan([data], _unnamed(keys), *read, keep=keep)[0]
+        if not isinstance(on, pl.Series | None):
+            raise TypeError(f"on: expected a Series of times, got {on!r}")
+        return _scan([data], _unnamed(keys), on, *read, keep=keep)[0]
     if isinstance(data, pl.DataFrame):
         keyed = pl.DataFrame() if by is None else data.select(by)
-        columns = [column for column in data if column.name not in keyed.columns]
-        return data.with_columns(_scan(columns, keyed, *read, keep=keep, name_keys=True))
+        times = None if on is None else data.select(on).to_series()
+        others = {*keyed.columns, *([] if times is None else [times.name])}
+        columns = [column for column in data if column.name not in others]
+        return data.with_columns(_scan(columns, keyed, times, *read, keep=keep, name_keys=True))
     raise TypeError(
         f"data: expected an expression, a Series or a DataFrame, got {type(data).__name__}"
         + ("; pass an expression to its with_columns" if isinstance(data, pl.LazyFrame) else "")
@@ -156,26 +173,30 @@ def _read(
 def _expression(
     data: pl.Expr,
     by: Any,
+    on: Any,
     averages: TailAverages,
     window: Reading | None,
     statistic: Statistic,
 ) -> pl.Expr:
     def scan(columns: Sequence[pl.Series]) -> pl.Series:
-        keys = _unnamed(columns[1:])
-        return _scan(columns[:1], keys, averages, window, statistic, keep=False)[0]
+        times = None if on is None else columns[-1]
+        keys = _unnamed(columns[1:] if on is None else columns[1:-1])
+        return _scan(columns[:1], keys, times, averages, window, statistic, keep=False)[0]
 
     # dividing by 1 turns integers into floats and keeps Float32, so polars knows the dtype early
     dtype = pl.self_dtype()
-    if by is None:
+    if by is None and on is None:
         return (data / 1.0).map_batches(lambda column: scan([column]), dtype, is_elementwise=False)
     keys = by if isinstance(by, list | tuple) else [by]
-    exprs = [data / 1.0, *(pl.col(key) if isinstance(key, str) else key for key in keys)]
+    others = [pl.col(each) if isinstance(each, str) else each for each in (*keys, on)]
+    exprs = [data / 1.0, *(each for each in others if each is not None)]
     return pl.map_batches(exprs, scan, dtype)
 
 
 def _scan(
     columns: Sequence[pl.Series],
     by: pl.DataFrame,
+    times: pl.Series | None,
     averages: TailAverages,
     window: Reading | None,
     statistic: Statistic,
@@ -187,6 +208,11 @@ def _scan(
 
     With `name_keys`, the keys of the state are (column, key).
     """
+    if times is not None and times.dtype not in (pl.Date, pl.Datetime):
+        raise TypeError(
+            f"on: expected dates or datetimes, got {times.name!r} of {times.dtype}; convert it "
+            "with str.to_datetime or pl.from_epoch"
+        )
     codes, keys = _groups(by, keep) if by.width else (None, None)
     parts = []
     for column in columns:
@@ -199,7 +225,8 @@ def _scan(
         floats = column if column.dtype.is_float() else column.cast(pl.Float64)
         parts.append((codes, names, floats.to_numpy()))  # with NaN for null
     results = []
-    scanned = averages.scan_parts(parts, [window], keep=keep, statistic=statistic)
+    at = None if times is None else times.to_numpy()  # in UTC
+    scanned = averages.scan_parts(parts, [window], keep=keep, statistic=statistic, times=at)
     for column, (values,) in zip(columns, scanned, strict=True):
         # rows before the first sample (the second, for ddof=1) come first, if there are no groups
         nulls = averages.nan_policy == "omit" and has_nan(values if by.width else values[:1])

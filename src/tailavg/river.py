@@ -2,6 +2,7 @@
 
 TailMean(0.25)                                      # the mean of the last quarter of a stream
 TailVar(0.25)                                       # its variance
+TailMean(timedelta(minutes=10))                     # the mean of the last ten minutes
 TailAverager(optim.SGD(0.01), 0.25)                 # a model with the average of its last weights
 """
 
@@ -40,13 +41,13 @@ class _TailStatistic(stats.base.RollingUnivariate):
         self.rule = rule
         self._average = _average(rule, variance=self._needs_variance)
 
-    def update(self, x: float) -> None:
-        """Take one sample."""
-        self._average.update(x if x.__class__ is float else _number(x))
+    def update(self, x: float, t: Any = None) -> None:
+        """Take one sample. With a period of time, `t` is its time, as in `TailAverage.update`."""
+        self._average.update(x if x.__class__ is float else _number(x), t)
 
     @property
     def window_size(self) -> int:
-        """The number of samples in the window; with a fraction, it grows."""
+        """The number of samples in the window; with a fraction or a period of time, it changes."""
         return math.ceil(self._average.size)
 
     @property
@@ -96,11 +97,12 @@ class TailMean(_TailStatistic):
     """The mean of the last samples, or of the last fraction of all samples, in constant memory.
 
     Use it where river takes a statistic, in place of `utils.Rolling(stats.Mean, k)`, which keeps
-    k samples. Before the first sample, it is 0 like river's own means.
+    k samples, or of `utils.TimeRolling`. Before the first sample, it is 0 like river's own means.
 
     Args:
         rule: As in `TailAverage`: `100` is the last hundred samples, `0.25` the last quarter of
-            all samples, `Exponential(100)` an exponential mean of the same variance as `100`.
+            all samples, `Exponential(100)` an exponential mean of the same variance as `100`, and
+            `timedelta(minutes=10)` the last ten minutes, for `update(x, t)`.
 
     Examples:
         >>> mean = TailMean(0.5)

@@ -659,12 +659,19 @@ def averages_for(
     nan_policy: NanPolicy,
     state: TailAverages | None,
     variance: bool = False,
+    on: Any = None,
 ) -> TailAverages:
     """Return `state`, or new averages if it is None. Raise if its rule or nan_policy differs.
 
-    Also raise if the rule needs a `window` to be read with and there is none, or the reverse.
+    Also raise if the rule needs a `window` to be read with and there is none, or the reverse, or if
+    there are times, `on`, without a window of time.
     """
     new = TailAverages(rule, nan_policy=nan_policy, variance=variance)
+    if on is not None and not is_timed(new.rule):
+        raise TypeError(
+            f"on: {new.rule} counts samples and needs no times; leave out on, or pass a window of "
+            "time, such as '10min'"
+        )
     if isinstance(new.rule, AnyTail) and window is None:
         raise no_window_error("pass window=0.25")
     window_of(new.rule, window, 1)
