@@ -20,8 +20,8 @@ with needs("pandas"):
     from pandas.api.typing import DataFrameGroupBy, SeriesGroupBy
 
 from tailavg.core.readings import Reading
-from tailavg.core.rules import Rule, is_timed
-from tailavg.core.windows import AnyWindow, short_repr
+from tailavg.core.rules import AnyRule, is_timed
+from tailavg.core.windows import short_repr
 from tailavg.numpy.arithmetic import MEAN, Array, Statistic
 from tailavg.numpy.average import NanPolicy
 from tailavg.numpy.keyed import TailAverages, averages_for, keys_of_column
@@ -42,15 +42,15 @@ class _Options(TypedDict, total=False):
 
 @overload
 def tail_mean(
-    data: pd.Series | SeriesGroupBy, rule: AnyWindow | Rule, **options: Unpack[_Options]
+    data: pd.Series | SeriesGroupBy, rule: AnyRule, **options: Unpack[_Options]
 ) -> pd.Series: ...
 @overload
 def tail_mean(  # type: ignore[overload-cannot-match]  # without pandas-stubs, all are Any
-    data: pd.DataFrame | DataFrameGroupBy, rule: AnyWindow | Rule, **options: Unpack[_Options]
+    data: pd.DataFrame | DataFrameGroupBy, rule: AnyRule, **options: Unpack[_Options]
 ) -> pd.DataFrame: ...
 def tail_mean(
     data: Any,
-    rule: AnyWindow | Rule,
+    rule: AnyRule,
     *,
     window: Reading | None = None,
     by: Any = None,
@@ -120,7 +120,7 @@ def tail_mean(
 @overload
 def tail_std(
     data: pd.Series | SeriesGroupBy,
-    rule: AnyWindow | Rule,
+    rule: AnyRule,
     *,
     ddof: int = 1,
     **options: Unpack[_Options],
@@ -128,14 +128,12 @@ def tail_std(
 @overload
 def tail_std(  # type: ignore[overload-cannot-match]
     data: pd.DataFrame | DataFrameGroupBy,
-    rule: AnyWindow | Rule,
+    rule: AnyRule,
     *,
     ddof: int = 1,
     **options: Unpack[_Options],
 ) -> pd.DataFrame: ...
-def tail_std(
-    data: Any, rule: AnyWindow | Rule, *, ddof: int = 1, **options: Unpack[_Options]
-) -> Any:
+def tail_std(data: Any, rule: AnyRule, *, ddof: int = 1, **options: Unpack[_Options]) -> Any:
     """Return the standard deviation of the samples of the tail average, after each row.
 
     The samples have the weights α that they have in `tail_mean`: see `TailAverage.variance`. As in
@@ -159,7 +157,7 @@ def tail_std(
 @overload
 def tail_var(
     data: pd.Series | SeriesGroupBy,
-    rule: AnyWindow | Rule,
+    rule: AnyRule,
     *,
     ddof: int = 1,
     **options: Unpack[_Options],
@@ -167,14 +165,12 @@ def tail_var(
 @overload
 def tail_var(  # type: ignore[overload-cannot-match]
     data: pd.DataFrame | DataFrameGroupBy,
-    rule: AnyWindow | Rule,
+    rule: AnyRule,
     *,
     ddof: int = 1,
     **options: Unpack[_Options],
 ) -> pd.DataFrame: ...
-def tail_var(
-    data: Any, rule: AnyWindow | Rule, *, ddof: int = 1, **options: Unpack[_Options]
-) -> Any:
+def tail_var(data: Any, rule: AnyRule, *, ddof: int = 1, **options: Unpack[_Options]) -> Any:
     """Return the variance of the samples of the tail average, after each row.
 
     This is the square of `tail_std`, with the same arguments.
@@ -189,7 +185,7 @@ def tail_var(
 def _scan(
     statistic: Statistic,
     data: Any,
-    rule: AnyWindow | Rule,
+    rule: AnyRule,
     *,
     window: Reading | None = None,
     by: Any = None,
@@ -279,8 +275,10 @@ def _times(data: Any, on: Any) -> Array:
                 "datetimes, or data with a DatetimeIndex"
             )
     elif not isinstance(on, Hashable) or on not in [*columns, *data.index.names]:
+        given = short_repr(on) if isinstance(on, Hashable) else f"a {type(on).__name__}"
         raise ValueError(
-            f"on: expected the name of a column or of a level of the index, got {short_repr(on)}"
+            f"on: expected the name of a column or of a level of the index, got {given}"
+            + ("" if len(columns) else "; a Series has no columns: pass its DataFrame")
         )
     else:
         times = data[on] if on in columns else data.index.get_level_values(on)
@@ -289,7 +287,10 @@ def _times(data: Any, on: Any) -> Array:
                 f"on: expected datetimes, got {on!r} of {times.dtype}; convert it with "
                 "pd.to_datetime"
             )
-    in_utc: Array = pd.DatetimeIndex(times).as_unit("ns").to_numpy("datetime64[ns]")
+    index = pd.DatetimeIndex(times)
+    if index.hasnans:
+        raise ValueError("times: expected one in each row, got NaT; drop the rows without a time")
+    in_utc: Array = index.as_unit("ns").to_numpy("datetime64[ns]")
     return in_utc
 
 

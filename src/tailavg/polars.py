@@ -21,8 +21,7 @@ with needs("polars"):
     import polars as pl
 
 from tailavg.core.readings import Reading
-from tailavg.core.rules import Rule, is_timed
-from tailavg.core.windows import AnyWindow
+from tailavg.core.rules import AnyRule, is_timed
 from tailavg.numpy.arithmetic import MEAN, Array, Statistic
 from tailavg.numpy.average import NanPolicy, has_nan
 from tailavg.numpy.keyed import TailAverages, averages_for, keys_of_column
@@ -42,7 +41,7 @@ class _Options(TypedDict, total=False):
 
 def tail_mean(
     data: Data,
-    rule: AnyWindow | Rule,
+    rule: AnyRule,
     *,
     window: Reading | None = None,
     by: Any = None,
@@ -84,13 +83,12 @@ def tail_mean(
         >>> tail_mean(pl.Series([4.0, 9.0, 2.0]), "2d", on=day).to_list()
         [4.0, 6.5, 5.5]
     """
-    options: _Options = {"window": window, "by": by, "on": on, "nan_policy": nan_policy}
-    return _read(Statistic(), data, rule, **options, state=state)
+    options: _Options = {"window": window, "by": by, "on": on}
+    options |= {"nan_policy": nan_policy, "state": state}
+    return _read(Statistic(), data, rule, **options)
 
 
-def tail_std(
-    data: Data, rule: AnyWindow | Rule, *, ddof: int = 1, **options: Unpack[_Options]
-) -> Data:
+def tail_std(data: Data, rule: AnyRule, *, ddof: int = 1, **options: Unpack[_Options]) -> Data:
     """Return the standard deviation of the samples of the tail average, after each row.
 
     The samples have the weights α that they have in `tail_mean`: see `TailAverage.variance`. As in
@@ -112,9 +110,7 @@ def tail_std(
     return _read(Statistic.named("std", ddof), data, rule, **options)
 
 
-def tail_var(
-    data: Data, rule: AnyWindow | Rule, *, ddof: int = 1, **options: Unpack[_Options]
-) -> Data:
+def tail_var(data: Data, rule: AnyRule, *, ddof: int = 1, **options: Unpack[_Options]) -> Data:
     """Return the variance of the samples of the tail average, after each row.
 
     This is the square of `tail_std`, with the same arguments.
@@ -129,7 +125,7 @@ def tail_var(
 def _read(
     statistic: Statistic,
     data: Data,
-    rule: AnyWindow | Rule,
+    rule: AnyRule,
     *,
     window: Reading | None = None,
     by: Any = None,
@@ -160,10 +156,11 @@ def _read(
         return _scan([data], _unnamed(keys), on, *read, keep=keep)[0]
     if isinstance(data, pl.DataFrame):
         keyed = pl.DataFrame() if by is None else data.select(by)
-        times = None if on is None else data.select(on).to_series()
-        others = {*keyed.columns, *([] if times is None else [times.name])}
+        times = pl.DataFrame() if on is None else data.select(on)
+        others = [*keyed.columns, *times.columns]
         columns = [column for column in data if column.name not in others]
-        return data.with_columns(_scan(columns, keyed, times, *read, keep=keep, name_keys=True))
+        at = times.to_series() if times.width else None
+        return data.with_columns(_scan(columns, keyed, at, *read, keep=keep, name_keys=True))
     raise TypeError(
         f"data: expected an expression, a Series or a DataFrame, got {type(data).__name__}"
         + ("; pass an expression to its with_columns" if isinstance(data, pl.LazyFrame) else "")
@@ -196,7 +193,7 @@ def _expression(
 def _scan(
     columns: Sequence[pl.Series],
     by: pl.DataFrame,
-    times: pl.Series | None,
+    on: pl.Series | None,
     averages: TailAverages,
     window: Reading | None,
     statistic: Statistic,
@@ -208,11 +205,7 @@ def _scan(
 
     With `name_keys`, the keys of the state are (column, key).
     """
-    if times is not None and times.dtype not in (pl.Date, pl.Datetime):
-        raise TypeError(
-            f"on: expected dates or datetimes, got {times.name!r} of {times.dtype}; convert it "
-            "with str.to_datetime or pl.from_epoch"
-        )
+    times = None if on is None else _times(on)
     codes, keys = _groups(by, keep) if by.width else (None, None)
     parts = []
     for column in columns:
@@ -225,8 +218,7 @@ def _scan(
         floats = column if column.dtype.is_float() else column.cast(pl.Float64)
         parts.append((codes, names, floats.to_numpy()))  # with NaN for null
     results = []
-    at = None if times is None else times.to_numpy()  # in UTC
-    scanned = averages.scan_parts(parts, [window], keep=keep, statistic=statistic, times=at)
+    scanned = averages.scan_parts(parts, [window], keep=keep, statistic=statistic, times=times)
     for column, (values,) in zip(columns, scanned, strict=True):
         # rows before the first sample (the second, for ddof=1) come first, if there are no groups
         nulls = averages.nan_policy == "omit" and has_nan(values if by.width else values[:1])
@@ -263,6 +255,18 @@ def _groups_of_integers(key: pl.Series) -> tuple[Array, Sequence[Any]] | None:
     if max(-least, most) > 2**62 or most - least >= max(len(key), 1024):
         return None
     return key.to_numpy().astype(np.int64) - least, range(least, most + 1)
+
+
+def _times(on: pl.Series) -> Array:
+    """Return times as an array, in UTC."""
+    if on.dtype not in (pl.Date, pl.Datetime):
+        raise TypeError(
+            f"on: expected dates or datetimes, got {on.name!r} of {on.dtype}; convert it with "
+            "str.to_datetime or pl.from_epoch"
+        )
+    if on.null_count():
+        raise ValueError("on: expected a time in each row, got null; drop the rows without a time")
+    return on.to_numpy()
 
 
 def _unnamed(columns: Sequence[pl.Series]) -> pl.DataFrame:

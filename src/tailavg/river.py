@@ -22,7 +22,7 @@ with needs("river"):
     from river import optim, stats
     from river.utils import VectorDict
 
-from tailavg.core.rules import AnyTail, Rule
+from tailavg.core.rules import AnyRule, AnyTail, Rule, is_timed
 from tailavg.core.windows import AnyWindow
 from tailavg.numpy import TailAverage
 from tailavg.numpy.arithmetic import Statistic
@@ -37,7 +37,7 @@ class _TailStatistic(stats.base.RollingUnivariate):
 
     _needs_variance: ClassVar[bool]
 
-    def __init__(self, rule: AnyWindow | Rule) -> None:
+    def __init__(self, rule: AnyRule) -> None:
         self.rule = rule
         self._average = _average(rule, variance=self._needs_variance)
 
@@ -151,7 +151,7 @@ class TailVar(_TailStatistic):
 
     _needs_variance = True
 
-    def __init__(self, rule: AnyWindow | Rule, ddof: int = 1) -> None:
+    def __init__(self, rule: AnyRule, ddof: int = 1) -> None:
         Statistic.named("variance", ddof)  # raises unless ddof is 0 or 1
         super().__init__(rule)
         self.ddof = ddof
@@ -211,6 +211,11 @@ class TailAverager(optim.base.Optimizer):
         self.rule = rule
         self.n_iterations = 0
         self._average = _average(rule)  # of vectors: the weights, then zeros as room for more
+        if is_timed(self._average.rule):
+            raise TypeError(
+                f"rule: {rule!r} is a period of time, but steps have no times; pass a number of "
+                "steps or a fraction"
+            )
         self._room = 0  # the length of these vectors
         self._iterate: dict[Any, float] = {}  # the weights that the optimizer trains
         self._is_ahead = False  # whether the model has the iterate, for its gradient
@@ -286,7 +291,7 @@ class TailAverager(optim.base.Optimizer):
         yield {"optimizer": optim.SGD(), "rule": 0.25}
 
 
-def _average(rule: AnyWindow | Rule, variance: bool = False) -> TailAverage:
+def _average(rule: AnyRule, variance: bool = False) -> TailAverage:
     if isinstance(rule, AnyTail):
         raise TypeError(
             "rule: AnyTail has no window of its own, and river cannot pass one when it reads; pass "

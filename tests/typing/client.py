@@ -4,6 +4,7 @@ Some lines are wrong. Both checkers say so, or complain of an ignore that is not
 """
 
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, assert_type
 
@@ -166,6 +167,7 @@ def with_frames(series: pl.Series, frame: pl.DataFrame, table: DataFrame, s: Spa
     assert_type(tailavg.polars.tail_mean(series, AnyTail(), window=0.25), pl.Series)
     assert_type(tailavg.polars.tail_std(series, 0.25, ddof=0), pl.Series)
     assert_type(tailavg.polars.tail_var(pl.col("loss"), 0.25, by="run"), pl.Expr)
+    assert_type(tailavg.polars.tail_mean(pl.col("loss"), "10min", on="time"), pl.Expr)
     tailavg.polars.tail_mean([1.0], 0.25)  # type: ignore[type-var] # pyright: ignore[reportArgumentType]
     assert_type(tailavg.spark.tail_mean(table, "loss", [0.1, 0.25], by="run"), DataFrame)
     assert_type(tailavg.spark.saved_states(s, "checkpoint"), DataFrame)
@@ -178,6 +180,8 @@ def with_pandas(series: pd.Series, frame: pd.DataFrame, state: TailAverages) -> 
     assert_type(tailavg.pandas.tail_mean(frame, AnyTail(), window=0.25), pd.DataFrame)
     assert_type(tailavg.pandas.tail_std(series, 0.25, ddof=0), pd.Series)
     assert_type(tailavg.pandas.tail_var(frame, rule=0.25, by="run"), pd.DataFrame)
+    assert_type(tailavg.pandas.tail_mean(series, timedelta(minutes=10)), pd.Series)
+    assert_type(tailavg.pandas.tail_std(frame, "10min", on="time", by="run"), pd.DataFrame)
     tailavg.pandas.tail_mean(series, by="run")  # type: ignore[call-overload] # pyright: ignore[reportCallIssue]
 
 

@@ -16,6 +16,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from fractions import Fraction
 from functools import cached_property, wraps
 from numbers import Real
@@ -23,7 +24,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 import numpy as np
 
-from tailavg.core.elapsed import Counted
+from tailavg.core.elapsed import Counted, Elapsed
 from tailavg.core.equation import square_root, weights
 from tailavg.core.readings import ByAge, Decay, Reading
 from tailavg.core.windows import (
@@ -45,6 +46,7 @@ from tailavg.core.windows import (
 )
 
 __all__ = [
+    "AnyRule",
     "AnyTail",
     "AnytimeWindow",
     "BlockRule",
@@ -342,9 +344,11 @@ BlockRule = AnytimeWindow | RawTail
 WindowRule = BlockRule | Exponential | ExactWindow
 Rule = WindowRule | AnyTail
 TrainingRule = BlockRule | Exponential | AnyTail
+AnyRule = AnyWindow | Rule | Elapsed | str | timedelta | np.timedelta64
+"""What `as_rule` takes. Text and timedeltas are periods of time, as for `Elapsed`."""
 
 
-def as_rule(rule: AnyWindow | Rule) -> Rule:
+def as_rule(rule: AnyRule) -> Rule:
     """Return a rule. A window, or a number that stands for one, becomes an `AnytimeWindow`."""
     if isinstance(rule, ByAge):
         raise TypeError(

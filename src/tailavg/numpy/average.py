@@ -20,8 +20,8 @@ from tailavg.core.elapsed import nanoseconds, now, times_in
 from tailavg.core.equation import weights
 from tailavg.core.profile import Profile, block_weights, dense_weights, effective_size, profile
 from tailavg.core.readings import Reading
-from tailavg.core.rules import AnyTail, Rule, as_rule, is_timed, size_of, window_of
-from tailavg.core.windows import AnyWindow, Fixed, Reals, short_repr
+from tailavg.core.rules import AnyRule, AnyTail, Rule, as_rule, is_timed, size_of, window_of
+from tailavg.core.windows import Fixed, Reals, short_repr
 from tailavg.io import state as layout
 from tailavg.numpy import fallback
 from tailavg.numpy.arithmetic import (
@@ -126,7 +126,7 @@ class TailAverage:
 
     def __init__(
         self,
-        rule: AnyWindow | Rule,
+        rule: AnyRule,
         *,
         dtype: npt.DTypeLike | None = None,
         nan_policy: NanPolicy = "propagate",

@@ -18,8 +18,16 @@ import numpy as np
 from tailavg.core.clock import clock_for
 from tailavg.core.elapsed import now, times_in
 from tailavg.core.readings import Reading
-from tailavg.core.rules import AnyTail, ExactWindow, Rule, is_timed, no_window_error, window_of
-from tailavg.core.windows import AnyWindow, short_repr
+from tailavg.core.rules import (
+    AnyRule,
+    AnyTail,
+    ExactWindow,
+    Rule,
+    is_timed,
+    no_window_error,
+    window_of,
+)
+from tailavg.core.windows import short_repr
 from tailavg.io import state as layout
 from tailavg.numpy.arithmetic import MEAN, Array, Of, Statistic
 from tailavg.numpy.average import (
@@ -87,7 +95,7 @@ class TailAverages(Mapping[Any, TailAverage]):
 
     def __init__(
         self,
-        rule: AnyWindow | Rule,
+        rule: AnyRule,
         *,
         nan_policy: NanPolicy = "propagate",
         variance: bool = False,
@@ -654,7 +662,7 @@ def from_row(table: Any, row: int, empty: TailAverage) -> TailAverage:
 
 
 def averages_for(
-    rule: AnyWindow | Rule,
+    rule: AnyRule,
     window: Reading | None,
     nan_policy: NanPolicy,
     state: TailAverages | None,
