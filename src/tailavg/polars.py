@@ -155,9 +155,8 @@ def _read(
             raise TypeError(f"on: expected a Series of times, got {on!r}")
         return _scan([data], _unnamed(keys), on, *read, keep=keep)[0]
     if isinstance(data, pl.DataFrame):
-        keyed = pl.DataFrame() if by is None else data.select(by)
-        times = pl.DataFrame() if on is None else data.select(on)
-        others = [*keyed.columns, *times.columns]
+        keyed, times = _selected(data, by), _selected(data, on)
+        others = keyed.columns + times.columns
         columns = [column for column in data if column.name not in others]
         at = times.to_series() if times.width else None
         return data.with_columns(_scan(columns, keyed, at, *read, keep=keep, name_keys=True))
@@ -255,6 +254,11 @@ def _groups_of_integers(key: pl.Series) -> tuple[Array, Sequence[Any]] | None:
     if max(-least, most) > 2**62 or most - least >= max(len(key), 1024):
         return None
     return key.to_numpy().astype(np.int64) - least, range(least, most + 1)
+
+
+def _selected(data: pl.DataFrame, columns: Any) -> pl.DataFrame:
+    """Return columns of a frame; for None, a frame without columns."""
+    return pl.DataFrame() if columns is None else data.select(columns)
 
 
 def _times(on: pl.Series) -> Array:

@@ -78,7 +78,7 @@ def core(path: Path) -> None:
     any_tail.value(Freshest(0.2))
     any_tail.scan([1.0], [0.25, 100])
 
-    TailAverage("0.25")  # type: ignore[arg-type] # pyright: ignore[reportArgumentType]
+    TailAverage([3])  # type: ignore[arg-type] # pyright: ignore[reportArgumentType]
     TailAverage(3, nan_policy="skip")  # type: ignore[arg-type] # pyright: ignore[reportArgumentType]
     average.count = 3  # type: ignore[misc] # pyright: ignore[reportAttributeAccessIssue]
     Decay(0.2, "cubic")  # type: ignore[arg-type] # pyright: ignore[reportArgumentType]
