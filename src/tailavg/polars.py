@@ -219,8 +219,10 @@ def _scan(
     results = []
     scanned = averages.scan_parts(parts, [window], keep=keep, statistic=statistic, times=times)
     for column, (values,) in zip(columns, scanned, strict=True):
-        # rows before the first sample (the second, for ddof=1) come first, if there are no groups
-        nulls = averages.nan_policy == "omit" and has_nan(values if by.width else values[:1])
+        # rows before the first sample (the second, for ddof=1) come first, unless there are groups
+        # or times: a window of time may have one sample again
+        anywhere = by.width or times is not None
+        nulls = averages.nan_policy == "omit" and has_nan(values if anywhere else values[:1])
         result = pl.Series(column.name, values, nan_to_null=nulls)
         results.append(result.cast(column.dtype) if column.dtype.is_float() else result)
     return results
