@@ -207,7 +207,7 @@ def in_this_process(monkeypatch):
 
     def run_here(command, check=False):
         with contextlib.nullcontext() if check else pytest.raises(Died):
-            print(example("resume.py", *command[2:]), end="")
+            sys.stdout.write(example("resume.py", *command[2:]))
 
     monkeypatch.setattr(os, "_exit", die)
     monkeypatch.setattr(subprocess, "run", run_here)

@@ -267,7 +267,7 @@ def streams():
         AnytimeWindow(250_000, 2),
         AnytimeWindow(1.0, 8),
         Exponential(250_000),
-        Exponential(0.25),
+        *some([], [Exponential(0.25)]),  # whose window is shorter
     ]
 )
 def test_averages_of_a_long_window_are_those_of_float64(rule, streams):
