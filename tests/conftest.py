@@ -25,8 +25,8 @@ os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *XLA_FLAGS)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("KERAS_BACKEND", "torch")  # tests/keras/test_jax.py has the other one
 
-# These have one Spark, one browser, one fresh process with Keras.
-TOGETHER = ("tests/spark", "tests/site", "tests/keras")
+# These have one Spark, one browser, one fresh process with Keras or with Lightning.
+TOGETHER = ("tests/spark", "tests/site", "tests/keras", "tests/lightning")
 
 MEMORY = 1.2e9  # bytes; a process that has imported every framework takes 1 GB
 
