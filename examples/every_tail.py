@@ -310,9 +310,9 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--seeds", type=int, default=5, help="runs to average")
     parser.add_argument("--output", type=Path, default=Path("build/every.csv"))
-    parser.add_argument("--quick", action="store_true", help="5 epochs and one seed")
+    parser.add_argument("--quick", action="store_true", help="3 epochs and one seed")
     options = parser.parse_args()
-    epochs, seeds = (5, 1) if options.quick else (options.epochs, options.seeds)
+    epochs, seeds = (3, 1) if options.quick else (options.epochs, options.seeds)
     drop = drop_of(epochs)
 
     results = []

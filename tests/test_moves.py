@@ -411,9 +411,7 @@ def test_a_state_whose_turns_are_a_little_off_is_refused(rule, target):
     AnytimeWindow(0.04),
     AnytimeWindow(0.25, 4, "paper"),
     AnytimeWindow(Growing(0.5, 20_000)),
-    AnytimeWindow(0.36),
-    AnytimeWindow(0.15, 2),
-    AnytimeWindow(0.3, 3, "paper"),
+    *some([], [AnytimeWindow(0.36), AnytimeWindow(0.15, 2), AnytimeWindow(0.3, 3, "paper")]),
 ])  # fmt: skip
 def test_a_long_run_in_single_precision_is_taken_by_all(rule):
     xs = samples(some(121_000, 901_000), (2,), "float32")

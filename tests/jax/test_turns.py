@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tailavg import AnytimeWindow, Exponential, Fixed, Growing
@@ -16,6 +16,7 @@ from tailavg.core.windows import NEVER
 from tailavg.jax import tail_average
 from tailavg.jax.clock import first_clock, size_at, traced_window
 from tests.support.cases import anytime_windows, of_rules, windows
+from tests.support.effort import some
 from tests.support.schedule import advance, closes, turn
 
 CAPPED = Growing(0.25, at_most=250_000)
@@ -84,6 +85,7 @@ def test_blocks_turn_on_the_very_sample(rule):
 
 
 @given(anytime_windows, st.integers(1, 10**9))
+@settings(max_examples=some(10, 200))
 def test_any_block_is_closed_at_the_step_where_it_is_elsewhere(rule, t):
     """Operation by operation, since a program for each example would take long to compile."""
     assume(isinstance(rule.window, Fixed) or rule.window.c > 0.01)  # others need a long table

@@ -2,6 +2,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.paths import ROOT
+from tests.support.processes import python
+
 FOLDER = Path(__file__).parent
 WARNINGS = [  # Lightning's own
     r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
@@ -11,6 +14,27 @@ WARNINGS = [  # Lightning's own
     "ignore:.*was called without a model. The last model of the previous `fit`",
     "ignore:.*there is no last checkpoint available",
 ]
+PROGRAM = """
+import sys
+import warnings
+from pathlib import Path
+
+warnings.simplefilter("ignore")
+from tests.lightning import test_model_parallel, test_processes
+
+test_processes.main(Path(sys.argv[1], "processes"))
+test_model_parallel.main(Path(sys.argv[1], "sharded"))
+"""
+
+
+@pytest.fixture(scope="session")
+def processes(tmp_path_factory):
+    """What processes left that were all forked from a fresh one, which imports Lightning once."""
+    folder = tmp_path_factory.mktemp("processes")
+    for name in ("processes", "sharded"):
+        (folder / name).mkdir()
+    python("-W", "ignore", "-c", PROGRAM, folder, cwd=ROOT)
+    return folder
 
 
 def pytest_collection_modifyitems(items):

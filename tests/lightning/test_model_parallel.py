@@ -1,12 +1,12 @@
 """`ModelParallelStrategy`: two processes that have a shard of each weight (FSDP2, gloo, CPUs).
 
-All of them are forked from one fresh process, which runs this file; each function is run by new
-processes. Slow: twenty runs of a Trainer, each in two processes.
+All of them are forked from one fresh process: see `processes` in conftest.py. Each function is
+run by new processes.
+
+Slow: twenty runs of a Trainer, each in two processes.
 """
 
 import shutil
-import sys
-import warnings
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -39,8 +39,6 @@ from tests.support.lightning_training import (
     network,
     values,
 )
-from tests.support.paths import ROOT
-from tests.support.processes import python
 
 EPOCHS = 2
 WINDOW = 0.4
@@ -223,9 +221,8 @@ def one_process(folder: Path) -> None:
     save([values(module), callback.average.count], folder, "one-process")
 
 
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    top = Path(sys.argv[1])
+def main(top: Path) -> None:
+    """Run everything above in processes."""
     single = Sharded(sharded=False)
     make_trainer(averaging(), Saver("on_train_end", top / "ddp.ckpt"), epochs=1).fit(
         single, Batches(), held_out()
@@ -240,11 +237,9 @@ if __name__ == "__main__":
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(processes):
     """What the processes left."""
-    folder = tmp_path_factory.mktemp("sharded")
-    python("-W", "ignore", "-m", "tests.lightning.test_model_parallel", folder, cwd=ROOT)
-    return folder
+    return processes / "sharded"
 
 
 def averages(folder: Path, step: int) -> dict:

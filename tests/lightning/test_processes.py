@@ -1,11 +1,9 @@
 """Runs in processes of their own: killed ones, and two that train together (DDP, gloo).
 
-All of them are forked from one fresh process, which runs this file and imports Lightning once.
+All of them are forked from one fresh process: see `processes` in conftest.py.
 """
 
 import signal
-import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -28,16 +26,12 @@ from tests.support.lightning_training import (
     leaves,
     make_trainer,
 )
-from tests.support.paths import ROOT
-from tests.support.processes import python
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(processes):
     """What the processes left."""
-    folder = tmp_path_factory.mktemp("processes")
-    python("-W", "ignore", "-m", "tests.lightning.test_processes", folder, cwd=ROOT)
-    return folder
+    return processes / "processes"
 
 
 # Killed runs.
@@ -118,9 +112,8 @@ def test_both_processes_have_the_same_averages(folder):
     assert failed == last
 
 
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    top = Path(sys.argv[1])
+def main(top: Path) -> None:
+    """Run everything above in processes."""
     (top / "killed").mkdir()
     deaths = [("on_before_optimizer_step", 5), ("on_validation_epoch_end", 2 * STEPS), None]
     codes = [exit_code(run, top / "killed", seed, death) for seed, death in enumerate(deaths)]

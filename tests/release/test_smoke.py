@@ -1,6 +1,6 @@
 """The script of `make release` works here too; the heavy extras are left to it.
 
-Slow: it imports every framework, in a process of its own.
+It imports frameworks in a process of its own.
 """
 
 from pathlib import Path
@@ -8,8 +8,8 @@ from pathlib import Path
 from tests.support.effort import some
 from tests.support.processes import python, user_environment
 
-EXTRAS = "cli plot tensorboard fast pandas polars river jax optax keras torch"
-EXTRAS += some("", " lightning transformers")
+EXTRAS = "cli plot fast pandas polars river jax optax"
+EXTRAS += some("", " tensorboard keras torch lightning transformers")
 
 
 def test_light_extras_work(tmp_path):

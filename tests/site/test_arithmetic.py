@@ -157,18 +157,18 @@ def test_the_charts_are_averages_of_their_signals(explorer):
         rule = names["average"].rule
         window = Growing(chart["c"]) if isinstance(rule, AnyTail) else rule.window
         tails = {"anytail": window, "freshest": Freshest(window)}
-        t, n, ahead = chart["t"], chart["n"], np.arange(1, chart["since"][-1] + 1)
-        outlier = np.where(ahead == 1, n, 0)
-        signals = {"step": np.ones(len(ahead)), "drift": ahead / n, "outlier": outlier}
+        t, n, ahead = chart["t"], chart["n"], np.arange(chart["since"][-1] + 1)
+        signals = {"step": ahead > 0, "drift": ahead / n, "outlier": n * (ahead == 1)}
+        columns = np.array([*signals.values()], float).T
         rules = [
             (rule, tails.get(chart["method"])),
             (Exponential(window), None),
             (ExactWindow(window), None),
         ]
         for (other, reading), drawn in zip(rules, chart["averages"], strict=True):
-            for name, signal in signals.items():
-                stream = np.concatenate([np.zeros(t), signal])
-                average = TailAverage(other).scan(stream, *([reading] if reading else []))
-                expected = average[t - 1 + np.array(chart["since"])]
+            average = TailAverage(other)
+            average.update_many(np.zeros((t - 1, len(signals))))
+            averaged = average.scan(columns, *([reading] if reading else []))
+            for name, expected in zip(signals, averaged[chart["since"]].T, strict=True):
                 where = f"{settings}: {name} by {other}"
                 np.testing.assert_allclose(drawn[name], expected, atol=atol, err_msg=where)

@@ -63,9 +63,10 @@ BEFORE_EACH_PAGE = """
   if (location.protocol === "file:") localStorage.clear();  // the scheme of the last visit
   const pending = new Set(), { setTimeout, clearTimeout } = window;
   const { requestAnimationFrame, cancelAnimationFrame } = window;
-  const tracked = (start, kind) => (act, ...delay) => {
-    const id = start((...now) => { pending.delete(kind + id); act(...now); }, ...delay);
-    if (!(delay[0] >= 1000)) pending.add(kind + id);
+  const tracked = (start, kind) => (act, delay, ...rest) => {
+    const soon = !(delay >= 1000), after = (...now) => { pending.delete(kind + id); act(...now); };
+    const id = start(after, soon ? delay / 10 : delay, ...rest);
+    if (soon) pending.add(kind + id);
     return id;
   };
   window.setTimeout = tracked(setTimeout, "timer ");
@@ -85,6 +86,8 @@ BEFORE_EACH_PAGE = """
 """
 """Runs before the scripts of a page, and notes the timers and frames that they wait for.
 
+Timers of less than a second end ten times sooner: what waits for a pause in typing or dragging does
+the same, and tests need not wait as long.
 `atRest` says that they wait for none, and `until` waits for a condition.
 """
 

@@ -1,7 +1,7 @@
 """Forked processes: a fresh program imports a framework once and forks every run from there.
 
-A test starts the program with `python -m tests.<folder>.test_processes FOLDER`. Its children leave
-what they find in that folder, and their tracebacks are in its output.
+A fixture starts the program with a folder. Its children leave what they find in that folder, and
+their tracebacks are in its output.
 """
 
 import multiprocessing

@@ -123,7 +123,7 @@ READINGS = {
 }
 
 
-@pytest.mark.parametrize("window", READINGS, ids=str)
+@pytest.mark.parametrize("window", READINGS, ids=lambda window: str(window).partition(" at 0x")[0])
 def test_the_variance_of_any_tail_is_that_of_the_weights(window):
     rule = AnyTail(8, shortest=0.1)
     weights, random = tensors(), torch.Generator().manual_seed(0)

@@ -3,7 +3,7 @@
 accelerate ignores FSDP on CPUs, so the processes change that; see `with_fsdp`. As in
 `test_processes`, all of them are forked from one fresh process, which runs this file.
 
-Slow: seven runs of two processes, each of them resumed.
+Slow: five runs of two processes, each of them resumed.
 """
 
 import sys
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from tailavg import AnyTail
 from tailavg.torch import ParameterAverage
+from tests.support.effort import some
 from tests.support.forks import on_ranks
 from tests.support.hugging_face_training import (
     RESUMED_RULE,
@@ -40,14 +41,13 @@ from tests.support.processes import python
 WINDOW = RESUMED_RULE["window"]
 RUNS = {
     "sharded": {},
-    "full": {"fsdp": {"state_dict_type": "FULL_STATE_DICT"}},
-    "checkpointing": {"fsdp": {"activation_checkpointing": True}},
+    "full": {"fsdp": {"state_dict_type": "FULL_STATE_DICT", "activation_checkpointing": True}},
     "files": {"offload": True, "evaluate_raw": True},
-    "bf16": {"bf16": True},
-    "adapter": {"adapter": True},
+    "adapter": {"adapter": True, "bf16": True},
     "best": {"best": True},
+    **some({}, {"bf16": {"bf16": True}}),
 }
-SAME_BITS = ("full", "checkpointing", "files")
+SAME_BITS = ("full", "files")
 """The runs that differ from `sharded` in nothing that changes a result."""
 
 

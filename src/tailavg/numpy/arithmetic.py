@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,7 @@ __all__ = [
 Array = npt.NDArray[Any]
 Of = Literal["mean", "variance", "std"]
 MEAN, STD = 0, 2
+_NAMES: tuple[Of, ...] = ("mean", "variance", "std")
 
 NOISE = FOLD / 2
 """A sum of equal samples is off by at most this many relative rounding errors."""
@@ -49,22 +50,21 @@ class Statistic(NamedTuple):
     @classmethod
     def named(cls, of: Of, ddof: int) -> Statistic:
         """Return a statistic by its name. Raise a ValueError if there is none."""
-        if of not in get_args(Of):
-            raise ValueError(f"of: expected one of {get_args(Of)}, got {of!r}")
+        if of not in _NAMES:
+            raise ValueError(f"of: expected one of {_NAMES}, got {of!r}")
         if type(ddof) is not int or ddof not in (0, 1):
             raise ValueError(f"ddof: expected 0 or 1, got {ddof!r}")
-        return cls(get_args(Of).index(of), ddof)
+        return cls(_NAMES.index(of), ddof)
 
     @property
     def name(self) -> Of:
         """The name of the statistic."""
-        return get_args(Of)[self.of]  # type: ignore[no-any-return]
+        return _NAMES[self.of]
 
     def of_spread(self, spread: Any, weights_squared: Any) -> Any:
         """Return the statistic, given the weighted mean squared deviation and Σ α²."""
-        spread = spread * (
-            weights_squared < 1.0
-        )  # one sample has no rounding errors, but may be NaN
+        # one sample has no rounding errors, but it may be NaN
+        spread = spread * (weights_squared < 1.0)
         if self.ddof:
             spread = np.divide(spread, 1.0 - weights_squared)  # one sample has no variance: NaN
         return np.sqrt(spread) if self.of == STD else spread
@@ -142,7 +142,8 @@ def spread(
     Deviations are first taken from the newest of the means; that is the shift of `squares`.
     """
     newest = means[terms[-1][1]]  # SUM is the index of the last mean
-    shift = np.asarray(newest, wide(np.result_type(newest)))
+    dtype = np.result_type(newest)
+    shift = newest if isinstance(newest, float) else np.asarray(newest, wide(dtype))
     first, second, in_sum = 0.0, 0.0, 1.0
     for weight, block in terms:
         if block == SUM:  # the last term; what is left of 1 is the weight of its samples
@@ -152,7 +153,7 @@ def spread(
             apart, in_sum = means[block] - shift, in_sum - weight
             first = first + weight * apart
             second = second + weight * (variances[block] + apart * apart)
-    return centred(first, second, shift, np.result_type(newest))
+    return centred(first, second, shift, dtype)
 
 
 def centred(first: Any, second: Any, shift: Any, dtype: np.dtype[Any]) -> Any:
@@ -162,8 +163,10 @@ def centred(first: Any, second: Any, shift: Any, dtype: np.dtype[Any]) -> Any:
     """
     eps, squared = np.finfo(dtype).eps, first * first
     limit = NOISE * eps * (shift + first)
-    variance = second - squared
-    return np.where(variance <= limit * limit + 4.0 * eps * squared, 0.0, variance)
+    variance, noise = second - squared, limit * limit + 4.0 * eps * squared
+    if isinstance(variance, float):  # faster than arrays
+        return 0.0 if variance <= noise else variance
+    return np.where(variance <= noise, 0.0, variance)
 
 
 def wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
