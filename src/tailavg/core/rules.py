@@ -92,6 +92,8 @@ class AnytimeWindow(OfAnyWindow):
         object.__setattr__(
             self, "accumulators", positive_int(accumulators, "accumulators", 2, _MOST)
         )
+        if turns == "paper" and self.is_timed:
+            raise ValueError('turns: an Elapsed window needs turns="balanced"')
         object.__setattr__(self, "turns", turns)
 
     def closes(self, starts: Sequence[int]) -> int:

@@ -706,8 +706,9 @@ class TailAverage:
                 raise ValueError(f"state: blocks are not of dtype {average._dtype}")
             if any((variances < 0.0).any() for variances in arrays[2:3]):
                 raise ValueError("corrupt state: negative variances")
+            layout.check_elapsed(state, is_timed(average.rule))
             if is_timed(average.rule):
-                average._clock.restore_elapsed(count, starts, folded, state.get("elapsed"))
+                average._clock.restore_elapsed(count, starts, folded, state["elapsed"])
             else:
                 average._clock.restore(count, starts, folded)
             average._begin(None if state["scalar"] else shape, average._dtype)
@@ -774,7 +775,8 @@ class TailAverage:
         """Return the state as a tuple that can be compared with ==, and arrays."""
         blocks, folded, *arrays = self._arrays()
         clock = self._clock
-        described = self.rule, self._nan_policy, self._dtype, self._shape, len(arrays)
+        times = clock.elapsed() if is_timed(self.rule) else None
+        described = self.rule, self._nan_policy, self._dtype, self._shape, len(arrays), times
         return (*described, clock.count, clock.starts, folded), blocks, *arrays
 
     def __repr__(self) -> str:

@@ -381,6 +381,7 @@ class TailAverages(Mapping[Any, TailAverage]):
             )
         except TypeError as error:
             raise ValueError(f"state: {error}") from error
+        layout.check_elapsed(state, is_timed(averages.rule))
         names = [name for name in (*_LISTS, *_SPREAD, "elapsed") if name in state]
         averages.restore(zip(*(state[name] for name in names), strict=True))
         return averages
