@@ -67,10 +67,24 @@ def test_a_period_is_text_a_timedelta_or_seconds(period, seconds):
 
 @pytest.mark.parametrize(
     "period",
-    ["", " ", "10", "10 parsecs", "-5min", "1e3s", "10min,", "1M", "0min", "0.1ns", "9" * 400 + "d"]
-    + [0, -1.0, float("nan"), float("inf"), 10**400, 200 * 365 * DAY, timedelta(0)]
-    + [timedelta(days=-1), timedelta.max, np.timedelta64("NaT"), np.timedelta64(2**62, "s")]
-    + [np.timedelta64(1, "M"), np.timedelta64(1, "Y")],
+    [
+        *[
+            "",
+            " ",
+            "10",
+            "10 parsecs",
+            "-5min",
+            "1e3s",
+            "10min,",
+            "1M",
+            "0min",
+            "0.1ns",
+            "9" * 400 + "d",
+        ],
+        *[0, -1.0, float("nan"), float("inf"), 10**400, 200 * 365 * DAY, timedelta(0)],
+        *[timedelta(days=-1), timedelta.max, np.timedelta64("NaT"), np.timedelta64(2**62, "s")],
+        *[np.timedelta64(1, "M"), np.timedelta64(1, "Y")],
+    ],
 )
 def test_a_bad_period_is_refused(period):
     with pytest.raises(ValueError, match=r"^period: expected .*, got "):
@@ -115,10 +129,20 @@ def test_times_are_whole_nanoseconds(t, expected):
 
 @pytest.mark.parametrize(
     "t",
-    [float("nan"), float("inf"), -float("inf"), 1e300, 10**400, -(2**63), LONGEST / 1e9 * 1.001]
-    + [datetime(3000, 1, 1), datetime.max, datetime.min, date(1700, 1, 1)]
-    + [np.datetime64("NaT"), np.datetime64("9999-01-01"), np.datetime64("1800-01-01", "ns")]
-    + [np.datetime64(-(2**63) + 1, "s")],
+    [
+        *[
+            float("nan"),
+            float("inf"),
+            -float("inf"),
+            1e300,
+            10**400,
+            -(2**63),
+            LONGEST / 1e9 * 1.001,
+        ],
+        *[datetime(3000, 1, 1), datetime.max, datetime.min, date(1700, 1, 1)],
+        *[np.datetime64("NaT"), np.datetime64("9999-01-01"), np.datetime64("1800-01-01", "ns")],
+        np.datetime64(-(2**63) + 1, "s"),
+    ],
 )
 def test_times_out_of_range_are_refused(t):
     for call in (lambda: nanoseconds(t), lambda: times_in([t])):
@@ -130,7 +154,7 @@ def test_times_out_of_range_are_refused(t):
 def test_what_is_no_time_is_refused(t):
     with pytest.raises(TypeError, match="t: expected seconds, a datetime or a datetime64"):
         nanoseconds(t)
-    with pytest.raises((TypeError, ValueError), match="ts?: expected"):
+    with pytest.raises((TypeError, ValueError), match=r"ts?: expected"):
         times_in([t])
 
 
@@ -227,7 +251,7 @@ def test_other_rules_and_readings_refuse_a_window_of_time(window):
             call()
     assert anytail == before
     for call in (lambda: Fixed(str(window)), lambda: Growing(window)):
-        with pytest.raises(TypeError, match=r"expected (an int|a fraction)"):
+        with pytest.raises((TypeError, ValueError), match=r"expected (an int|a fraction)"):
             call()
     with pytest.raises(ValueError, match='an Elapsed window needs turns="balanced"'):
         AnytimeWindow(window, turns="paper")
