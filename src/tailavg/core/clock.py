@@ -731,7 +731,8 @@ class ElapsedDecayClock(DecayClock):
         if self.count:
             if time - self.first >= elapsed.length:
                 leaving = self.size * min(1.0, (time - self.time) / elapsed.length)
-            weight, decay = weights(self.size, 1.0, leaving)
+            if leaving < self.size:  # otherwise, nothing is left after a silence of a period
+                weight, decay = weights(self.size, 1.0, leaving)
         self._arriving = time, 1.0 + (self.size - leaving), weight, abs(decay)
         in_sum = self.count - self.folded
         due = in_sum and (in_sum >= FOLD or self.scale * abs(decay) < SMALLEST)

@@ -420,7 +420,8 @@ class TailAverage:
     ) -> Array:
         before: list[Any] = [np.nan] * len(windows)
         if self._clock.count and kept is not None:
-            before = [self._average(self._at(window), statistic) for window in windows]
+            reads = [self._clock.samples()] if is_timed(self.rule) else windows
+            before = [self._average(window, statistic) for window in reads]
         shape = samples.shape[1:]
         if len(rows):
             self._begin_with(samples)

@@ -605,8 +605,9 @@ def scan_elapsed_decay(
             if t > 0:
                 if times[at] - firsts[row, 0] >= length:
                     leaving = size * min(1.0, (times[at] - lasts[row, 0]) / length)
-                weight, decay = weights(size, 1.0, leaving, math.sqrt)
-                decay = abs(decay)
+                if leaving < size:
+                    weight, decay = weights(size, 1.0, leaving, math.sqrt)
+                    decay = abs(decay)
             else:
                 firsts[row, 0] = times[at]
                 if spread:  # the first sample is the shift

@@ -319,7 +319,7 @@ class Table:
             _check_times(times[begin:end], self.lasts[row, -1] if self.counts[row] else None)
         if isinstance(self.rule, Exponential):
             state = self.counts, self.folded, *self._fields()[3:], *self._times()
-            loops = kernel or plain_loops()
+            loops, xs = kernel or plain_loops(), xs.astype(self.means.dtype, copy=False)
             loops.scan_elapsed_decay(xs, out[0], times, bounds, *state, length, statistic)
             return out
         plan = np.empty((_PLANNED, 3), np.int64)
