@@ -19,7 +19,7 @@ from tests.support.effort import some
 from tests.support.interrupts import interrupted
 from tests.support.model import averages, elapsed_weights, variances
 
-STEPS = 500
+STEPS = 300
 SECOND = 10**9
 
 
@@ -68,7 +68,7 @@ def dates(times):
 
 def matrix_of(rule, times):
     z = None if isinstance(rule, Exponential) else rule.accumulators - 1
-    return elapsed_weights(rule.window.length, z, times.tolist())
+    return elapsed_weights(rule.window.length, z, tuple(times.tolist()))
 
 
 def updated(rule, xs, times, **options):
@@ -103,7 +103,7 @@ def test_is_the_model(rule, times):
 
 
 @every_stream
-@of_rules(RULES)
+@of_rules([*BLOCKS[:2], RULES[3], *DECAYS])
 def test_a_scan_is_the_model(rule, times, way):
     xs, matrix = FLOAT.draw(STEPS), matrix_of(rule, times)
     assert_close(TailAverage(rule).scan(xs, dates(times)), averages(matrix, xs), 1e-12)
@@ -112,7 +112,7 @@ def test_a_scan_is_the_model(rule, times, way):
         parts = [
             average.scan(part, ts=ts, of="variance", ddof=ddof)
             for part, ts in zip(
-                np.split(xs, [1, 2, 300]), np.split(dates(times), [1, 2, 300]), strict=True
+                np.split(xs, [1, 2, 200]), np.split(dates(times), [1, 2, 200]), strict=True
             )
         ]
         expected = variances(matrix, xs, ddof)
@@ -321,8 +321,8 @@ def test_other_windows_take_no_times():
 @of_rules([*BLOCKS, DECAYS[0]])
 def test_silence(rule):
     """The window shrinks to nothing; then the next sample is alone."""
-    average = updated(rule, FLOAT.draw(300), STREAMS["poisson"][:300])
-    before, last = average.copy(), STREAMS["poisson"][299] / SECOND
+    average = updated(rule, FLOAT.draw(200), STREAMS["poisson"][:200])
+    before, last = average.copy(), STREAMS["poisson"][199] / SECOND
     period = rule.window.period
     assert average.value(at=last) == average.value()
     assert np.isfinite(average.value(at=last + 0.999 * period))
@@ -400,11 +400,11 @@ def test_a_nan_leaves_with_its_block(rule):
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-@of_rules(RULES)
+@of_rules([BLOCKS[1], RULES[3], DECAYS[0]])
 def test_states_move(rule, way):
     xs, times = FLOAT.draw(STEPS), STREAMS["poisson"]
     for options in ({}, {"variance": True}):
-        for count in (0, 1, 2, 300):
+        for count in (0, 1, 2, 200):
             average = updated(rule, xs[:count], times[:count], **options)
             moved = way(average)
             assert moved == average
@@ -426,7 +426,7 @@ def test_averages_with_other_times_are_not_equal(rule):
 
 @of_rules([*BLOCKS, *DECAYS])
 def test_corrupt_times_are_refused(rule):
-    average = updated(rule, FLOAT.draw(300), STREAMS["poisson"][:300])
+    average = updated(rule, FLOAT.draw(200), STREAMS["poisson"][:200])
     state = json.loads(json.dumps(average.state_dict()))
     times = state["elapsed"]
     blocks = isinstance(times["first"], list)
@@ -446,7 +446,7 @@ def test_corrupt_times_are_refused(rule):
     if blocks:
         bad += [times | {"last": [*times["last"][:-1], times["first"][-1] + 10**12]}, swapped]
     else:
-        bad += [swapped, times | {"size": 301.0}, times | {"scale": 0.0}, times | {"decay": 2.0}]
+        bad += [swapped, times | {"size": 201.0}, times | {"scale": 0.0}, times | {"decay": 2.0}]
     keyed = TailAverages(rule)
     keyed.restore([("a", *(state[name] for name in KEYED), times)])
     for each in bad:
@@ -471,7 +471,7 @@ KEYED = ["count", "starts", "blocks", "folded", "partial"]
 
 @of_rules([BLOCKS[0], DECAYS[0]])
 def test_mutants_of_states_are_refused_or_work(rule):
-    state = updated(rule, FLOAT.draw(300), STREAMS["poisson"][:300]).state_dict()
+    state = updated(rule, FLOAT.draw(200), STREAMS["poisson"][:200]).state_dict()
     state = json.loads(json.dumps(state))
     keyed = TailAverages(rule)
     keyed.scan(list("abab"), [1.0, 2.0, 3.0, 4.0], ts=[1.0, 1.0, 2.0, 9.0])
@@ -510,7 +510,7 @@ def test_keys_have_times_of_their_own(way):
     for rule in FEW:
         for of in ("mean", "std"):
             keyed = TailAverages(rule, variance=True)
-            parts = [slice(0, 300), slice(300, 310), slice(310, STEPS)]
+            parts = [slice(0, 200), slice(200, 210), slice(210, STEPS)]
             got = np.concatenate(
                 [keyed.scan(keys[p], xs[p], ts=dates(times[p]), of=of) for p in parts]
             )

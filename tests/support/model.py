@@ -231,7 +231,8 @@ class ElapsedBlocks:
         return alpha if k else None
 
 
-def elapsed_weights(period: int, z: int | None, times) -> np.ndarray:
+@lru_cache(maxsize=64)
+def elapsed_weights(period: int, z: int | None, times: tuple[int, ...]) -> np.ndarray:
     """The weights at each step, as `weight_matrix`; without z, those of an `Exponential`."""
     matrix = np.zeros((len(times), len(times)))
     if z is None:
