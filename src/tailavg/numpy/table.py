@@ -42,7 +42,7 @@ SMALL = 256
 """Repeating blocks of at most this many samples are scanned side by side."""
 
 _ADDED = 1 << 14  # how many samples are added at a time without reading averages
-_PLANNED = 1 << 14  # how many samples with times are planned at once
+_PLANNED = 1 << 16  # how many samples with times are planned at once
 _WEIGHTS = 1 << 16  # the most weights to keep for repeating blocks; more do not fit into the cache
 _FLOAT64 = np.dtype(np.float64)
 _FIELDS = ("counts", "folded", "starts", "means", "sums", "variances", "squares")
