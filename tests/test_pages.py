@@ -93,12 +93,12 @@ def test_what_is_said_of_samples_on_digits():
         np.testing.assert_allclose(list(map(float, numbers)), list(map(float, row)), rtol=0.1)
 
 
-def test_standard_deviations_of_streams():
+def test_programs_of_streams():
     printed = blocks("streams.md")
     said = [block.text for block in printed if block.language == "text"]
     programs = [b.text for b in printed if b.language == "python" and ">>>" not in b.text]
     assert [run(sys.executable, "-c", program).stdout for program in programs] == said
-    assert len(said) == 3
+    assert len(said) == 5
 
 
 def test_checkpoints_in_python(tmp_path):

@@ -269,3 +269,6 @@ def test_what_depends_on_the_step_alone_refuses_a_window_of_time(rule):
                 call(10)
     with pytest.raises(TypeError, match="the weights of a model have none"):
         as_training_rule(rule)
+    for window in ELAPSED:
+        with pytest.raises(TypeError, match=REFUSED):
+            as_training_rule(window)

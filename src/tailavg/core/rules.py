@@ -346,7 +346,7 @@ Rule = WindowRule | AnyTail
 TrainingRule = BlockRule | Exponential | AnyTail
 
 
-def as_rule(rule: AnyWindow | Rule) -> Rule:
+def as_rule(rule: AnyWindow | Rule, timed: bool = True) -> Rule:
     """Return a rule. A window, or a number that stands for one, becomes an `AnytimeWindow`."""
     if isinstance(rule, ByAge):
         raise TypeError(
@@ -355,8 +355,9 @@ def as_rule(rule: AnyWindow | Rule) -> Rule:
         )
     if isinstance(rule, Rule):
         return rule
-    window: Any = as_elapsed(rule)
-    return AnytimeWindow(window if is_elapsed(window) else as_window(window, "rule"))
+    window: Any = as_elapsed(rule) if timed else rule
+    is_time = timed and is_elapsed(window)
+    return AnytimeWindow(window if is_time else as_window(window, "rule"))
 
 
 def is_timed(rule: Rule) -> bool:
@@ -370,7 +371,7 @@ def as_training_rule(rule: AnyWindow | Rule, stacklevel: int = 4) -> TrainingRul
     Warn about a number that looks like an EMA's decay. `stacklevel` is passed to `warnings.warn`,
     so that the warning points to the user's line.
     """
-    given = as_rule(rule)
+    given = as_rule(rule, timed=False)
     if is_timed(given):
         raise TypeError(
             f"rule: {given} averages samples that have times; the weights of a model have none: "
