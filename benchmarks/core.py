@@ -1,11 +1,12 @@
 """The core against its peers: `make bench`.
 
-    python benchmarks/core.py [core] [std] [--rounds 7]
+    python benchmarks/core.py [core] [std] [time] [--rounds 7]
 
 Every group is one interleaved run: its candidates take turns, and the best round of each counts.
 Ratios are to the first row of the group, a peer; smaller is faster. The rows go to
 results/core.csv, and as a table to results/core.md for the documentation; those about standard
-deviations go to results/std.csv and std.md. The variable NUMBERS sets another length of streams.
+deviations go to results/std.csv and std.md, those about windows of time to results/time.csv and
+time.md. The variable NUMBERS sets another length of streams.
 """
 
 import argparse
@@ -33,7 +34,7 @@ import polars as pl
 import river
 from river import stats, utils
 
-from tailavg import AnyTail, AnytimeWindow, ExactWindow, Exponential, TailAverage
+from tailavg import AnyTail, AnytimeWindow, Elapsed, ExactWindow, Exponential, TailAverage
 from tailavg.core.rules import Rule
 from tailavg.numpy import kernel
 
@@ -267,6 +268,50 @@ def std_errors() -> dict[str, float]:
         }
 
 
+PERIOD = "10min"
+TIMES = np.datetime64("2026-01-01", "ns") + np.cumsum(
+    np.random.default_rng(2).exponential(600e9 / K, len(LONG)).astype("timedelta64[ns]")
+)
+"""Irregular times: K samples in ten minutes on average."""
+
+
+def time_groups() -> dict[str, list[Candidate]]:
+    """The average of the last ten minutes after each sample, and of the last K samples."""
+    seconds = TIMES.view(np.int64) / 1e9
+    series = pd.Series(LONG, index=TIMES)
+
+    def timed_scan(rule: object, ts: np.ndarray) -> Callable[[], object]:
+        return lambda: TailAverage(rule).scan(LONG, ts)
+
+    return {
+        f"window of time, {len(LONG):,} irregular samples, 1,000 in 10 minutes": [
+            over('pandas rolling("10min").mean', lambda: series.rolling(PERIOD).mean().to_numpy()),
+            scan("tailavg, last 1,000 samples", K),
+            over("tailavg, last 10 minutes", timed_scan(PERIOD, TIMES)),
+            over("tailavg, last 10 minutes, seconds", timed_scan(PERIOD, seconds)),
+            over("tailavg, exponential, 10 minutes", timed_scan(Exponential(PERIOD), TIMES)),
+            over(
+                "tailavg, last 10 minutes, without numba",
+                without_numba(timed_scan(PERIOD, TIMES)),
+            ),
+        ]
+    }
+
+
+def bytes_of_a_period(samples: int) -> int:
+    """The bytes that an average of a period with so many samples holds, by tracemalloc."""
+    gc.collect()
+    tracemalloc.start()
+    average = TailAverage(Elapsed(1))
+    for start in range(3):
+        average.update_many(np.ones(samples), start + np.arange(samples) / samples)
+    gc.collect()
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert average.size > 0.9 * samples
+    return held
+
+
 FIRST = """
 import time, sys
 import numpy as np
@@ -424,12 +469,22 @@ def std_rows(rounds: int) -> list[Row]:
     return rows
 
 
-TABLES = {"core": core_rows, "std": std_rows}
+def time_rows(rounds: int) -> list[Row]:
+    rows = timed(time_groups(), rounds)
+    bytes_of_a_period(10**6)  # imports and caches
+    for power in range(2, 7):
+        held = min(bytes_of_a_period(10**power) for _ in range(3))
+        rows.append(["bytes held, a window of time", f"10^{power} samples in it", held, ""])
+        print(*rows[-1])
+    return rows
+
+
+TABLES = {"core": core_rows, "std": std_rows, "time": time_rows}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("tables", nargs="*", help="core, std; by default both")
+    parser.add_argument("tables", nargs="*", help="core, std, time; by default all")
     parser.add_argument("--rounds", type=int, default=7, help="rounds of each group (%(default)s)")
     arguments = parser.parse_args()
     for name in arguments.tables or TABLES:

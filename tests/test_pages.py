@@ -98,7 +98,7 @@ def test_programs_of_streams():
     said = [block.text for block in printed if block.language == "text"]
     programs = [b.text for b in printed if b.language == "python" and ">>>" not in b.text]
     assert [run(sys.executable, "-c", program).stdout for program in programs] == said
-    assert len(said) == 7
+    assert len(said) == 8
 
 
 def test_checkpoints_in_python(tmp_path):

@@ -28,7 +28,7 @@ TAKERS = {
     "TailAverage": TailAverage,
 }
 NOT_WINDOWS = [True, False, np.True_, 0, -3, 0.0, -0.5, 1.5, 2.0, float("nan"), float("inf")]
-NOT_NUMBERS = ["100", None, [100], (0.5,), 1j, {}, np.array([3]), b"1"]
+NOT_NUMBERS = [None, [100], (0.5,), 1j, {}, np.array([3]), b"1"]
 
 FRACTIONS = [1e-6, 1e-4, 0.001, 0.007, 0.01, 0.07, 0.1, 0.25, 0.3, 0.5, 0.55, 0.7, 0.9, 0.99, 1.0]
 
@@ -50,6 +50,12 @@ def test_a_number_stands_for_a_window(take):
 def test_what_is_not_a_window_is_refused_with_what_was_expected(take, bad):
     with pytest.raises((ValueError, TypeError), match=r"expected an int >= 1.*or a float in"):
         take(bad)
+
+
+@pytest.mark.parametrize("take", TAKERS.values(), ids=TAKERS)
+def test_text_is_a_period_of_time(take):
+    with pytest.raises((ValueError, TypeError), match=r"text such as '10min'|a window of time"):
+        take("100")
 
 
 @pytest.mark.parametrize("bad", [True, 0, -1, 2.0, 0.5, float("nan"), "3", [3]], ids=repr)

@@ -266,3 +266,9 @@ def test_an_update_in_a_scan_needs_no_temporary_of_the_size_of_the_parameters(ru
         return lax.scan(lambda state, tree: (average.update(state, tree), None), state, trees)[0]
 
     assert temporary(scan, state, stacked) < TINY
+
+
+@pytest.mark.parametrize("rule", ["10min", AnytimeWindow("10min"), Exponential("10min")], ids=str)
+def test_a_window_of_time_is_refused(rule):
+    with pytest.raises(TypeError, match=r"a window of time works in|a model have none"):
+        tail_average(rule)

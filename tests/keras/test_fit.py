@@ -251,6 +251,7 @@ def test_one_average_for_one_run():
         ((0.5, 0.25), ValueError, "has its own window"),
         ((ExactWindow(5),), TypeError, "use AnytimeWindow, which has the same variance"),
         (("last",), TypeError, "expected"),
+        (("10min",), TypeError, "a window of time works in TailAverage"),
     ],
 )
 def test_arguments(arguments, error, message):

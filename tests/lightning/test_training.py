@@ -446,3 +446,9 @@ def test_strategies_that_are_refused(strategy, reason):
     message = f"not support {strategy.__name__}: .*{reason}.* ModelParallelStr"
     with pytest.raises(TypeError, match=message):
         TailAveraging(0.25).setup(trainer, Net(), "fit")
+
+
+@pytest.mark.parametrize("rule", ["10min", AnytimeWindow("10min"), Exponential("10min")], ids=str)
+def test_a_window_of_time_is_refused(rule):
+    with pytest.raises(TypeError, match=r"a window of time works in|a model have none"):
+        TailAveraging(rule)

@@ -9,7 +9,16 @@ import numpy as np
 import optax
 import pytest
 
-from tailavg import AnyTail, Decay, Fixed, Freshest, Growing, TailAverage
+from tailavg import (
+    AnyTail,
+    AnytimeWindow,
+    Decay,
+    Exponential,
+    Fixed,
+    Freshest,
+    Growing,
+    TailAverage,
+)
 from tailavg.optax import averaged_params, evaluate_tails, tail_average, with_tail_average
 from tests.support.any_tails import Tails
 from tests.support.optax_training import (
@@ -243,3 +252,9 @@ def test_bad_options_are_refused(make):
         make(4, offload="disk")
     with pytest.raises(ValueError, match="bundle: expected"):
         make(4, bundle=-1)
+
+
+@pytest.mark.parametrize("rule", ["10min", AnytimeWindow("10min"), Exponential("10min")], ids=str)
+def test_a_window_of_time_is_refused(rule):
+    with pytest.raises(TypeError, match=r"a window of time works in|a model have none"):
+        with_tail_average(optax.sgd(0.1), rule)

@@ -180,3 +180,79 @@ def freshest(sizes, k: float) -> np.ndarray:
             (middle, high) if 1 / (weights(middle) ** 2 / sizes).sum() < k else (low, middle)
         )
     return weights(high)
+
+
+class ElapsedBlocks:
+    """An anytime window of time: lists of (time, number) of samples, with whole numbers as times.
+
+    A block takes samples for a z-th part of the period. The window is the samples after
+    `at - period`; samples of the block that it cuts are taken as evenly spaced.
+    """
+
+    def __init__(self, period: int, z: int):
+        self.period, self.z = period, z
+        self.blocks: list[list[tuple[int, int]]] = []
+        self.times: list[int] = []
+
+    def add(self, time: int) -> None:
+        if not self.blocks or (time - self.blocks[-1][0][0]) * self.z >= self.period:
+            self.blocks = [*self.blocks, []][-(self.z + 1) :]
+        self.blocks[-1].append((time, len(self.times)))
+        self.times.append(time)
+
+    def samples(self, at: int | None = None) -> Fraction:
+        """The number of samples in the window."""
+        start = (self.times[-1] if at is None else at) - self.period
+        k = Fraction(0)
+        for block in self.blocks:
+            first, last = block[0][0], block[-1][0]
+            if first > start:
+                k += len(block)
+            elif last > start:
+                k += Fraction((len(block) - 1) * (last - start), last - first)
+        return k
+
+    def alpha(self, at: int | None = None) -> np.ndarray | None:
+        """The weights of all samples; None if no sample is in the window."""
+        k = self.samples(at)
+        alpha = np.zeros(len(self.times))
+        newer: list[int] = []
+        for block in reversed(self.blocks):
+            if newer and len(newer) >= k:
+                break
+            numbers = [number for _, number in block]
+            if newer and len(newer) + len(block) > k:
+                g = smaller_root(len(block), len(newer), k)
+                alpha[numbers] = g / len(block)
+                alpha[newer] = (1 - g) / len(newer)
+                return alpha
+            newer = numbers + newer
+        alpha[newer] = 1 / len(newer)
+        return alpha if k else None
+
+
+@lru_cache(maxsize=64)
+def elapsed_weights(period: int, z: int | None, times: tuple[int, ...]) -> np.ndarray:
+    """The weights at each step, as `weight_matrix`; without z, those of an `Exponential`."""
+    matrix = np.zeros((len(times), len(times)))
+    if z is None:
+        return _decaying_weights(period, times, matrix)
+    blocks = ElapsedBlocks(period, z)
+    for row, time in zip(matrix, times, strict=True):
+        blocks.add(time)
+        row[: len(blocks.times)] = blocks.alpha()
+    return matrix
+
+
+def _decaying_weights(period: int, times, matrix: np.ndarray) -> np.ndarray:
+    """Of n samples, n dt / period leave in the time dt, once a period has passed."""
+    n, alpha = 0.0, np.zeros(len(times))
+    for t, time in enumerate(times):
+        leaving = 0.0
+        if t and time - times[0] >= period:
+            leaving = n * min(1.0, (time - times[t - 1]) / period)
+        g = smaller_root(n, 1, n - leaving + 1) if leaving else n / (n + 1)
+        alpha *= g
+        alpha[t] = 1 - g
+        matrix[t], n = alpha, n - leaving + 1
+    return matrix

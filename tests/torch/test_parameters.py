@@ -127,6 +127,9 @@ def test_rules_and_options_that_make_no_sense_are_refused():
     model = small()
     with pytest.raises(TypeError, match="ExactWindow"):
         ParameterAverage(model, ExactWindow(10))
+    for rule in ("10min", AnytimeWindow("10min"), Exponential("10min")):
+        with pytest.raises(TypeError, match=r"a window of time works in|a model have none"):
+            ParameterAverage(model, rule)
     for dtype in (torch.bfloat16, torch.float16, torch.int64, torch.complex64, "float32"):
         with pytest.raises(TypeError, match="dtype"):
             ParameterAverage(model, 10, dtype=dtype)

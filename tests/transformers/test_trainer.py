@@ -431,6 +431,8 @@ def test_what_cannot_be_right_is_refused(tmp_path):
     ]:
         with pytest.raises(ValueError, match=message):
             trainer(rule=wrong)
+    with pytest.raises(TypeError, match="a window of time works in TailAverage"):
+        trainer(rule="10min")
     with pytest.raises(TypeError, match="tail_average"):
         TailAverageTrainer(model=tiny(), args=arguments(tmp_path))
     for enough in (

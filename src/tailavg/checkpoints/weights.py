@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
+from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from tailavg.checkpoints.checkpoint import CheckpointError, reading
 from tailavg.core.clock import starts_at
+from tailavg.core.elapsed import Elapsed
 from tailavg.core.profile import dense_weights
 from tailavg.core.readings import ByAge, Decay
 from tailavg.core.rules import ExactWindow, WindowRule
@@ -45,7 +47,7 @@ def weights(rule: Weighing, files: int, steps: Sequence[int] | None = None) -> R
         >>> weights(0.5, 4, steps=[100, 200, 300, 1000])
         array([0., 0., 0., 1.])
     """
-    if isinstance(rule, int | float | Fixed | Growing):
+    if isinstance(rule, int | float | str | timedelta | Elapsed | Fixed | Growing):
         rule = ExactWindow(rule)
     if not isinstance(rule, WindowRule | ByAge):
         given = np.asarray(rule, np.float64)

@@ -20,14 +20,14 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain, pairwise
 from typing import Any, Self
 
 import numpy as np
 
-from tailavg.core.elapsed import Counted, samples_since
+from tailavg.core.elapsed import LONGEST, Counted, samples_since
 from tailavg.core.equation import split, weights
 from tailavg.core.readings import ByAge, Reading
 from tailavg.core.rules import (
@@ -40,7 +40,7 @@ from tailavg.core.rules import (
     is_timed,
     window_of,
 )
-from tailavg.core.windows import NEVER, Fixed, Reals, Window
+from tailavg.core.windows import NEVER, Fixed, Reals, Window, short_repr
 
 __all__ = [
     "FOLD",
@@ -620,14 +620,24 @@ class ElapsedClock(BlockClock):
 
     def restore_elapsed(self, count: int, starts: list[int], folded: int, times: Any) -> None:
         """Do what `restore` does, with the times that `elapsed` returned."""
-        lists = [times.get(name, []) for name in ("first", "last")] if times else []
-        firsts, lasts = lists or [[], []]
-        in_order = list(chain.from_iterable(zip(firsts, lasts, strict=False)))
-        rises = all(type(t) is int for t in in_order) and in_order == sorted(in_order)
-        if not (len(firsts) == len(lasts) == len(starts) and rises):
-            raise ValueError(f"state: elapsed: expected the times of {len(starts)} blocks, {times}")
+        firsts, lasts = (_times_of(times, name) for name in ("first", "last"))
+        if not (len(firsts) == len(lasts) == len(starts) and self._fit_times(firsts, lasts)):
+            raise ValueError(
+                f"corrupt state: elapsed: expected the times of {len(starts)} blocks for "
+                f"{self.rule}, got {short_repr(times)}"
+            )
         empty = [0] * (len(self.blocks) - len(starts))
         self.restore(count, starts, folded, ([*empty, *firsts], [*empty, *lasts]))
+
+    def _fit_times(self, firsts: list[int], lasts: list[int]) -> bool:
+        """Return whether blocks with samples can have these times."""
+        in_order = list(chain.from_iterable(zip(firsts, lasts, strict=True)))
+        z, length = len(self.blocks) - 1, self.length
+        return (
+            in_order == sorted(in_order)
+            and all((last - first) * z < length for first, last in zip(firsts, lasts, strict=True))
+            and all((after - first) * z >= length for first, after in pairwise(firsts))
+        )
 
     def _open(self, t: int) -> tuple[int, float]:
         time = self._arriving
@@ -679,6 +689,13 @@ class ElapsedClock(BlockClock):
         return blocks[0] >= 0 and all(a < b or a == b == 0 for a, b in pairwise([*blocks, count]))
 
 
+def _times_of(times: Any, name: str) -> list[int]:
+    """Return a list of times from a state, or an empty list if it has none."""
+    values = times.get(name) if isinstance(times, Mapping) else None
+    fits = isinstance(values, list) and all(type(t) is int and abs(t) <= LONGEST for t in values)
+    return values if values and fits else []
+
+
 _ELAPSED = ("first", "last", "size", "decay", "scale")
 
 
@@ -714,7 +731,8 @@ class ElapsedDecayClock(DecayClock):
         if self.count:
             if time - self.first >= elapsed.length:
                 leaving = self.size * min(1.0, (time - self.time) / elapsed.length)
-            weight, decay = weights(self.size, 1.0, leaving)
+            if leaving < self.size:  # otherwise, nothing is left after a silence of a period
+                weight, decay = weights(self.size, 1.0, leaving)
         self._arriving = time, 1.0 + (self.size - leaving), weight, abs(decay)
         in_sum = self.count - self.folded
         due = in_sum and (in_sum >= FOLD or self.scale * abs(decay) < SMALLEST)
@@ -726,11 +744,19 @@ class ElapsedDecayClock(DecayClock):
 
     def restore_elapsed(self, count: int, starts: list[int], folded: int, times: Any) -> None:
         """Do what `restore` does, with the times that `elapsed` returned."""
-        values: list[Any] = [times.get(name) for name in _ELAPSED] if times else []
+        if not count and times == {}:
+            self.restore(count, starts, folded)
+            return
+        values: list[Any] = (
+            [times.get(name) for name in _ELAPSED] if isinstance(times, Mapping) else []
+        )
         kinds = [type(value) for value in values]
-        fits = kinds == [int, int, float, float, float] and values[0] <= values[1]
-        if not (fits and values[2] >= 1.0 and 0.0 <= values[3] <= 1.0 and 0.0 < values[4] <= 1.0):
-            raise ValueError(f"state: elapsed: expected {', '.join(_ELAPSED)}, got {times!r}")
+        fits = kinds == [int, int, float, float, float]
+        fits = fits and -LONGEST <= values[0] <= values[1] <= LONGEST and 1.0 <= values[2] <= count
+        if not (fits and 0.0 <= values[3] <= 1.0 and 0.0 < values[4] <= 1.0):
+            raise ValueError(
+                f"corrupt state: elapsed: expected {', '.join(_ELAPSED)}, got {short_repr(times)}"
+            )
         self.restore(count, starts, folded, tuple(values))
 
     def admit(self) -> float:

@@ -94,6 +94,8 @@ class AnytimeWindow(OfAnyWindow):
         object.__setattr__(
             self, "accumulators", positive_int(accumulators, "accumulators", 2, _MOST)
         )
+        if turns == "paper" and self.is_timed:
+            raise ValueError('turns: an Elapsed window needs turns="balanced"')
         object.__setattr__(self, "turns", turns)
 
     def closes(self, starts: Sequence[int]) -> int:
@@ -348,7 +350,7 @@ AnyRule = AnyWindow | Rule | Elapsed | str | timedelta | np.timedelta64
 """What `as_rule` takes. Text and timedeltas are periods of time, as for `Elapsed`."""
 
 
-def as_rule(rule: AnyRule) -> Rule:
+def as_rule(rule: AnyRule, timed: bool = True) -> Rule:
     """Return a rule. A window, or a number that stands for one, becomes an `AnytimeWindow`."""
     if isinstance(rule, ByAge):
         raise TypeError(
@@ -357,8 +359,9 @@ def as_rule(rule: AnyRule) -> Rule:
         )
     if isinstance(rule, Rule):
         return rule
-    window: Any = as_elapsed(rule)
-    return AnytimeWindow(window if is_elapsed(window) else as_window(window, "rule"))
+    window: Any = as_elapsed(rule) if timed else rule
+    is_time = timed and is_elapsed(window)
+    return AnytimeWindow(window if is_time else as_window(window, "rule"))
 
 
 def is_timed(rule: Rule) -> bool:
@@ -372,7 +375,7 @@ def as_training_rule(rule: AnyWindow | Rule, stacklevel: int = 4) -> TrainingRul
     Warn about a number that looks like an EMA's decay. `stacklevel` is passed to `warnings.warn`,
     so that the warning points to the user's line.
     """
-    given = as_rule(rule)
+    given = as_rule(rule, timed=False)
     if is_timed(given):
         raise TypeError(
             f"rule: {given} averages samples that have times; the weights of a model have none: "

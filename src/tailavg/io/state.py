@@ -79,6 +79,7 @@ __all__ = [
     "as_json",
     "by_name",
     "check",
+    "check_elapsed",
     "check_keyed",
     "check_model_state",
     "check_steps",
@@ -323,6 +324,16 @@ def check_steps(count: int, starts: Sequence[int], folded: int) -> None:
         raise ValueError(
             f"corrupt state: starts {short_repr(starts)}, folded {short_repr(folded)} and count "
             f"{short_repr(count)} (at most {MOST}) are inconsistent"
+        )
+
+
+def check_elapsed(state: Mapping[str, Any], timed: bool) -> None:
+    """Raise a ValueError unless a state has times exactly if its window is a period of time."""
+    if ("elapsed" in state) != timed:
+        raise ValueError(
+            "state: elapsed: expected the times of an Elapsed window, got none"
+            if timed
+            else "state: elapsed: expected an Elapsed window, since the state has times"
         )
 
 

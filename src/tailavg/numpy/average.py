@@ -420,7 +420,8 @@ class TailAverage:
     ) -> Array:
         before: list[Any] = [np.nan] * len(windows)
         if self._clock.count and kept is not None:
-            before = [self._average(self._at(window), statistic) for window in windows]
+            reads = [self._clock.samples()] if is_timed(self.rule) else windows
+            before = [self._average(window, statistic) for window in reads]
         shape = samples.shape[1:]
         if len(rows):
             self._begin_with(samples)
@@ -706,8 +707,9 @@ class TailAverage:
                 raise ValueError(f"state: blocks are not of dtype {average._dtype}")
             if any((variances < 0.0).any() for variances in arrays[2:3]):
                 raise ValueError("corrupt state: negative variances")
+            layout.check_elapsed(state, is_timed(average.rule))
             if is_timed(average.rule):
-                average._clock.restore_elapsed(count, starts, folded, state.get("elapsed"))
+                average._clock.restore_elapsed(count, starts, folded, state["elapsed"])
             else:
                 average._clock.restore(count, starts, folded)
             average._begin(None if state["scalar"] else shape, average._dtype)
@@ -774,7 +776,8 @@ class TailAverage:
         """Return the state as a tuple that can be compared with ==, and arrays."""
         blocks, folded, *arrays = self._arrays()
         clock = self._clock
-        described = self.rule, self._nan_policy, self._dtype, self._shape, len(arrays)
+        times = clock.elapsed() if is_timed(self.rule) else None
+        described = self.rule, self._nan_policy, self._dtype, self._shape, len(arrays), times
         return (*described, clock.count, clock.starts, folded), blocks, *arrays
 
     def __repr__(self) -> str:

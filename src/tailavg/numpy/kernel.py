@@ -557,13 +557,11 @@ def plan_elapsed(
                 until = min(until, latest[oldest] + length)
             else:
                 until = min(until, first[oldest] + length)
-        n, most = 1, min(len(times) - at, FOLD)
-        while n < most and times[at + n] < until:
-            n += 1
+        n = max(1, np.searchsorted(times[at : at + FOLD], until))
         now, of_each, of_oldest = times[at : at + n], each[at : at + n], of_old[at : at + n]
         bound, floor = latest[oldest] + length, old if rate == 0.0 else 0.0
         for i in range(n):
-            excess = old - rate * (bound - now[i]) - floor
+            excess = old - rate * np.uint64(bound - now[i]) - floor  # not below 0
             of_each[i], of_oldest[i] = weights(old, new + _RAMP[i], excess, math.sqrt)
         at, t = at + n, t + n
         latest[last] = times[at - 1]
@@ -605,8 +603,9 @@ def scan_elapsed_decay(
             if t > 0:
                 if times[at] - firsts[row, 0] >= length:
                     leaving = size * min(1.0, (times[at] - lasts[row, 0]) / length)
-                weight, decay = weights(size, 1.0, leaving, math.sqrt)
-                decay = abs(decay)
+                if leaving < size:
+                    weight, decay = weights(size, 1.0, leaving, math.sqrt)
+                    decay = abs(decay)
             else:
                 firsts[row, 0] = times[at]
                 if spread:  # the first sample is the shift

@@ -389,6 +389,7 @@ class TailAverages(Mapping[Any, TailAverage]):
             )
         except TypeError as error:
             raise ValueError(f"state: {error}") from error
+        layout.check_elapsed(state, is_timed(averages.rule))
         names = [name for name in (*_LISTS, *_SPREAD, "elapsed") if name in state]
         averages.restore(zip(*(state[name] for name in names), strict=True))
         return averages
@@ -576,12 +577,10 @@ def scan_groups(
     if codes is not None and len(codes) != len(xs):
         raise ValueError(f"keys: expected as many keys as samples, {len(xs)}, got {len(codes)}")
     timed = is_timed(table.rule)
-    if times is not None and (not timed or len(times) != len(xs)):
-        raise ValueError(
-            f"ts: expected {len(xs)} times, got {len(times)}"
-            if timed
-            else f"ts: samples have times only with an Elapsed window, not {table.rule}"
-        )
+    if times is not None and not timed:
+        raise TypeError(f"t: samples have times only with an Elapsed window, not {table.rule}")
+    if times is not None and len(times) != len(xs):
+        raise ValueError(f"ts: expected {len(xs)} times, one per sample, got {len(times)}")
     if timed and times is None:
         times = np.full(len(xs), now())
     loops = kernel(len(xs), max(1, len(table)), same_bits=same_bits)

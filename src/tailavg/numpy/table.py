@@ -42,7 +42,7 @@ SMALL = 256
 """Repeating blocks of at most this many samples are scanned side by side."""
 
 _ADDED = 1 << 14  # how many samples are added at a time without reading averages
-_PLANNED = 1 << 14  # how many samples with times are planned at once
+_PLANNED = 1 << 16  # how many samples with times are planned at once
 _WEIGHTS = 1 << 16  # the most weights to keep for repeating blocks; more do not fit into the cache
 _FLOAT64 = np.dtype(np.float64)
 _FIELDS = ("counts", "folded", "starts", "means", "sums", "variances", "squares")
@@ -319,7 +319,7 @@ class Table:
             _check_times(times[begin:end], self.lasts[row, -1] if self.counts[row] else None)
         if isinstance(self.rule, Exponential):
             state = self.counts, self.folded, *self._fields()[3:], *self._times()
-            loops = kernel or plain_loops()
+            loops, xs = kernel or plain_loops(), xs.astype(self.means.dtype, copy=False)
             loops.scan_elapsed_decay(xs, out[0], times, bounds, *state, length, statistic)
             return out
         plan = np.empty((_PLANNED, 3), np.int64)

@@ -19,7 +19,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
-from tailavg.core.rules import Exponential, Rule
+from tailavg.core.rules import Exponential, Rule, as_training_rule
 from tailavg.core.windows import AnyWindow, Fixed, Window, as_window
 
 __all__ = ["convert_tail_batchnorm", "recompute_batchnorm", "revert_batchnorm"]
@@ -274,6 +274,7 @@ def _run(model: nn.Module, batch: Any, device: torch.device) -> None:
 def _exponential(rule: AnyWindow | Rule) -> Exponential:
     """Return the rule of the statistics. A number stands for its window."""
     if isinstance(rule, Exponential):
+        as_training_rule(rule)  # refuses windows of time
         return rule
     if isinstance(rule, Rule):
         raise TypeError(
