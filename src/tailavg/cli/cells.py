@@ -187,7 +187,8 @@ def parse_times(texts: list[str]) -> Array:
         return np.array([parse_time(text) for text in texts])
     if not (np.abs(seconds) <= _LATEST).all():
         raise ValueError("expected times")
-    return np.rint(seconds * MICRO)
+    microseconds: Array = np.rint(seconds * MICRO)
+    return microseconds
 
 
 def parse_time(text: str) -> float:

@@ -97,9 +97,9 @@ def parse_window(text: str, at_most: int | None = None, times: bool = False) -> 
         window = window or as_window(_window_number(text))
     except ValueError:
         raise typer.BadParameter(
-            "expected a window: a count from 1 to 2^62, such as 1000, 1_000, 1e3 or 1k, or a "
-            f"fraction up to 1.0, such as 0.25 or 25%{', or a time, such as 10m' if times else ''};"
-            f" got {text!r}"
+            "expected a window: a count from 1 to 2^62, such as 1000, 1_000, 1e3 or 1k, "
+            f"{'a time such as 10m, ' if times else ''}or a fraction up to 1.0, such as 0.25 or "
+            f"25%; got {text!r}"
         ) from None
     if at_most is None:
         return window
