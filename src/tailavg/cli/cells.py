@@ -191,6 +191,11 @@ def parse_times(texts: list[str]) -> Array:
     return microseconds
 
 
+def datetimes(microseconds: Any) -> Array:
+    """Return times that `parse_time` returned as datetime64s in nanoseconds."""
+    return (np.array(microseconds, np.int64) * 1000).view("datetime64[ns]")
+
+
 def parse_time(text: str) -> float:
     """Return a time in whole microseconds since 1970: exact for six decimals.
 

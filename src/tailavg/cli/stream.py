@@ -25,7 +25,7 @@ import typer
 from tailavg.cli import options, signals
 from tailavg.cli.averages import Averages
 from tailavg.cli.blocks import Blocks
-from tailavg.cli.cells import Array, csv_line, decode, encode, format_numbers
+from tailavg.cli.cells import Array, csv_line, datetimes, decode, encode, format_numbers
 from tailavg.cli.common import FAILED, fail, say
 from tailavg.cli.lines import PlainInput, Row, Rows, choose_input, has_many_lines
 from tailavg.cli.options import Method, Reads, parse_reads, parse_windows, window_name
@@ -313,7 +313,7 @@ class Session(Rows):
         if not self.averages.is_timed:
             return None
         if self.source.has_times:
-            return (np.array(column, np.int64) * 1000).view("datetime64[ns]")
+            return datetimes(column)
         self._arrived = max(self._arrived, clock.time_ns())  # the clock may be set back
         return np.full(len(column), self._arrived, "datetime64[ns]")
 
