@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailavg import AnyTail, AnytimeWindow, Exponential, Growing, RawTail, TailAverage
+from tailavg import AnyTail, AnytimeWindow, Elapsed, Exponential, Growing, RawTail, TailAverage
 from tailavg.core.clock import clock_for
 from tailavg.numpy import kernel
 from tailavg.spark import job as jobs
@@ -26,6 +26,9 @@ RULES = {
     "count": [(AnytimeWindow(7), None)],
     "exponential": [(Exponential(0.25), None)],
     "raw tail": [(RawTail(0.5, 60), None)],
+    "time": [(AnytimeWindow("7s"), None)],
+    "exponential time": [(Exponential(Elapsed(7)), None)],
+    "windows of both": [(AnytimeWindow("7s"), None), (SHARED, Growing(0.5))],
     "windows": [(SHARED, Growing(0.1)), (AnytimeWindow(20), None), (SHARED, Growing(0.5))],
 }
 
@@ -86,6 +89,7 @@ def table(rows):
 def expected(batches, reads, late="include", nan_policy="omit"):
     """The same, slow and obvious: rows with their averages, by key and one by one."""
     averages, last, found = {}, {}, []
+    timed = [isinstance(getattr(rule, "window", None), Elapsed) for rule, _ in reads]
     for batch in batches:
         before = dict(last)
         rows = list(batch)
@@ -98,13 +102,15 @@ def expected(batches, reads, late="include", nan_policy="omit"):
             is_late = known is not None and (t is None or t < known)
             if t is not None:
                 last[key] = max(t, last.get(key, least))
-            if is_late and late == "drop":
+            has_no_time = any(timed) and t is None and known is None
+            if (is_late and late == "drop") or has_no_time:
                 found.append((key, t, x, None, True))
                 continue
             own = averages.setdefault(key, [TailAverage(rule, dtype=float) for rule, _ in reads])
             if not (x is None and nan_policy == "omit"):
-                for average in own:
-                    average.update(math.nan if x is None else x)
+                for average, has_times in zip(own, timed, strict=True):
+                    when = (known if is_late else t) if has_times else None
+                    average.update(math.nan if x is None else x, when)
             values = [
                 average.value(window) if average.count else None
                 for average, (_, window) in zip(own, reads, strict=True)
