@@ -93,23 +93,25 @@ def test_late_rows_new_keys_and_missing_values(late, spark, tmp_path):
 def test_a_window_of_time_in_a_stream_and_in_a_table(spark, tmp_path):
     start = dt.datetime(2026, 5, 1, tzinfo=dt.UTC)
     kinds = [("run", pa.string()), ("at", pa.timestamp("us", "UTC")), ("loss", pa.float64())]
-    minutes = [[3, 0, 5], [12, 4], [30, 31]]  # 4 is late: it counts as 5
-    losses = {minute: float(minute**2) for minute in (0, 3, 4, 5, 12, 30, 31)}
+    # 4 is late, and counts as 5; 1 is beyond the watermark, 30, and counts as 31
+    minutes = [[3, 0, 5], [12, 4], [30, 31], [33, 1]]
+    losses = {minute: float(minute**2) for minute in (0, 1, 3, 4, 5, 12, 30, 31, 33)}
     rows = [
         [{"run": "a", "at": start + dt.timedelta(minutes=m), "loss": losses[m]} for m in batch]
         for batch in minutes
     ]
     for i, batch in enumerate(rows):
         put(tmp_path, str(i), batch, pa.schema(kinds))
-    times = [start + dt.timedelta(minutes=m) for m in (0, 3, 5, 5, 12, 30, 31)]
-    xs = [losses[m] for m in (0, 3, 5, 4, 12, 30, 31)]
+    times = [start + dt.timedelta(minutes=m) for m in (0, 3, 5, 5, 12, 30, 31, 31, 33)]
+    xs = [losses[m] for m in (0, 3, 5, 4, 12, 30, 31, 1, 33)]
     averages = TailAverage("10min").scan(xs, times).tolist()
 
     lines = runs.stream(spark, tmp_path, "run string, at timestamp, loss double")
     options = {"by": "run", "order_by": "at"}
-    query = runs.ran(tail_mean(lines, "loss", "10min", **options), tmp_path)
+    marked = lines.withWatermark("at", "1 minute")
+    query = runs.ran(tail_mean(marked, "loss", "10min", **options), tmp_path)
     metrics = [batch["observedMetrics"]["tailavg loss_tail"] for batch in query.recentProgress]
-    assert sum(row["late"] for row in metrics) == 1
+    assert sum(row["late"] for row in metrics) == 2
     found = runs.out(spark, tmp_path, "loss", "loss_tail")
     assert found == sorted(zip(xs, averages, strict=True), key=repr)
     state = saved_states(spark, str(tmp_path / "checkpoint")).first()["state"]
