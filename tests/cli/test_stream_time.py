@@ -9,6 +9,7 @@ import pytest
 
 from tailavg import Elapsed, Exponential, TailAverage
 from tailavg.cli import stream
+from tests.support import commands
 from tests.support.streams import done, failed, lines, run
 
 pytestmark = pytest.mark.usefixtures("switched")
@@ -225,3 +226,16 @@ def test_counts_are_still_counts(options):
     assert done(*options, "--method", "exponential", text="1\n3\n") == "1\n2\n"
     _, told = failed(*options, "--time", "t", "-c", "x", code=2)
     assert "--time goes with a window of time" in told
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["profile", "--window", "10m", "--count", "100"],
+        ["checkpoints", __file__, "--window", "10m", "-o", "b"],
+    ],
+    ids=["profile", "checkpoints"],
+)
+def test_other_commands_refuse_windows_of_time(command):
+    _, told = commands.failed(*command, code=2)
+    assert "'10m' is a window of time, which only stream and plot take" in told
