@@ -29,6 +29,20 @@ def taken(xs, ys, cuts, most=64, log=False, band=BandKind.error):
     return track
 
 
+def test_windows_of_time():
+    xs, ys = samples(500)
+    times = np.datetime64("2026-05-01", "ns") + (xs * 1e9).astype("timedelta64[ns]")
+    rules = AnytimeWindow("5min", 12), RULE
+    track = Track([(rule, None) for rule in rules], 1024, False, BandKind.error)
+    for start, stop in pairwise([0, 1, 300, 500]):
+        track.take(xs[start:stop], ys[start:stop], times[start:stop])
+    elapsed, counted = track.lines()[1:]
+    expected = TailAverage(rules[0])
+    np.testing.assert_allclose(elapsed.bins.low, expected.scan(ys, times), rtol=1e-12)
+    np.testing.assert_allclose(counted.bins.low, TailAverage(RULE).scan(ys), rtol=1e-12)
+    assert elapsed.error == expected.standard_error()
+
+
 @given(
     st.integers(1, 3000),
     st.lists(st.integers(0, 3000), max_size=8),

@@ -614,3 +614,18 @@ def test_without_matplotlib(runs, tmp_path):
     assert process.stdout.endswith("\nended with 0 0 1\n")
     assert "pip install 'tailavg[plot]'" in process.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["x.html"]
+
+
+def test_windows_of_time(tmp_path):
+    (tmp_path / "log.csv").write_text(
+        "ts,loss\n" + "".join(f"2026-05-01T12:{i:02d}:00Z,{i % 7}\n" for i in range(60))
+    )
+    command = ["plot", "log.csv", "-c", "loss", "--windows", "10m,0.5"]
+    text = commands.done(*command, "--x", "ts", folder=tmp_path)
+    assert "ts, seconds from the first row" in text
+    assert "the last 10m" in text
+    _, told = commands.failed(*command, code=2, folder=tmp_path)
+    assert "a window of time needs --x with the time of each row" in told
+    (tmp_path / "log.csv").write_text("ts,loss\n2,1\n1,1\n")
+    _, told = commands.failed(*command, "--x", "ts", folder=tmp_path)
+    assert "line 3: '1,1': expected times that do not go back" in told

@@ -13,11 +13,13 @@ from tailavg import (
     AnyTail,
     AnytimeWindow,
     Decay,
+    Elapsed,
     ExactWindow,
     Exponential,
     TailAverage,
     TailAverages,
 )
+from tailavg.numpy import kernel
 from tailavg.numpy.keyed import LIVE
 from tests.support.cases import FEW_RULES, RULES, assert_close, bits, of_rules
 from tests.support.effort import some
@@ -469,3 +471,16 @@ def test_few_rows_of_each_key_and_many(rows, rule, way):
     if way == "compiled" and not isinstance(rule, ExactWindow):
         assert_same(got, expected[10:])
         assert dict(averages) == each
+
+
+@pytest.mark.parametrize("rule", [Exponential(0.25), Exponential(Elapsed(1)), AnytimeWindow("1s")])
+def test_samples_that_all_lack_a_key(rule, monkeypatch):
+    monkeypatch.setattr(kernel, "LONG", 0)
+    monkeypatch.setattr(kernel, "SHORT", 0)
+    averages = TailAverages(rule)
+    averages.update_many(np.arange(1000), np.ones(1000))
+    before = averages.copy()
+    none = np.full(100, -1), list(range(1000)), np.ones(100)
+    (out,) = averages.scan_parts([none])
+    assert np.isnan(out).all()
+    assert averages == before

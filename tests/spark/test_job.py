@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailavg import AnyTail, AnytimeWindow, Exponential, Growing, RawTail, TailAverage
+from tailavg import AnyTail, AnytimeWindow, Elapsed, Exponential, Growing, RawTail, TailAverage
 from tailavg.core.clock import clock_for
 from tailavg.numpy import kernel
 from tailavg.spark import job as jobs
@@ -26,6 +26,9 @@ RULES = {
     "count": [(AnytimeWindow(7), None)],
     "exponential": [(Exponential(0.25), None)],
     "raw tail": [(RawTail(0.5, 60), None)],
+    "time": [(AnytimeWindow("7s"), None)],
+    "exponential time": [(Exponential(Elapsed(7)), None)],
+    "windows of both": [(AnytimeWindow("7s"), None), (SHARED, Growing(0.5))],
     "windows": [(SHARED, Growing(0.1)), (AnytimeWindow(20), None), (SHARED, Growing(0.5))],
 }
 
@@ -38,6 +41,10 @@ def way(request, monkeypatch):
         monkeypatch.setattr(kernel, "SHORT", 0)
     else:
         monkeypatch.setattr(kernel, "installed", lambda: False)
+
+
+def has_times(rule):
+    return isinstance(getattr(rule, "window", None), Elapsed)
 
 
 def job(reads=RULES["fraction"], columns=("x",), order_by="t", **options):
@@ -86,6 +93,7 @@ def table(rows):
 def expected(batches, reads, late="include", nan_policy="omit"):
     """The same, slow and obvious: rows with their averages, by key and one by one."""
     averages, last, found = {}, {}, []
+    timed = [has_times(rule) for rule, _ in reads]
     for batch in batches:
         before = dict(last)
         rows = list(batch)
@@ -98,13 +106,15 @@ def expected(batches, reads, late="include", nan_policy="omit"):
             is_late = known is not None and (t is None or t < known)
             if t is not None:
                 last[key] = max(t, last.get(key, least))
-            if is_late and late == "drop":
+            has_no_time = any(timed) and t is None and known is None
+            if (is_late and late == "drop") or has_no_time:
                 found.append((key, t, x, None, True))
                 continue
             own = averages.setdefault(key, [TailAverage(rule, dtype=float) for rule, _ in reads])
             if not (x is None and nan_policy == "omit"):
-                for average in own:
-                    average.update(math.nan if x is None else x)
+                for average, needs_time in zip(own, timed, strict=True):
+                    when = (known if is_late else t) if needs_time else None
+                    average.update(math.nan if x is None else x, when)
             values = [
                 average.value(window) if average.count else None
                 for average, (_, window) in zip(own, reads, strict=True)
@@ -148,6 +158,32 @@ def test_batches_of_rows_are_averaged_as_one_by_one(method, batches, late, nan_p
     results, _ = run(job(reads, late=late, nan_policy=nan_policy), map(table, batches))
     got = [row for result in results for row in told(result, reads)]
     assert ordered(got) == ordered(expected(batches, reads, late, nan_policy))
+
+
+@pytest.mark.parametrize("kind", jobs.ORDERS)
+def test_times_of_every_kind(kind):
+    unit = {"date": 86400, "timestamp": 1e-6, "timestamp_ntz": 1e-6}.get(kind, 1)
+    numbers, xs = [3, 5, 9, 20, 100], [1.0, 2.0, 4.0, 8.0, 16.0]
+    kinds = jobs.ORDERS[kind]
+    whole = pa.array(numbers, pa.int32() if kind == "date" else pa.int64())
+    rows = pa.table({"key": ["a"] * 5, "t": whole.cast(kinds), "x": xs})
+    rule = AnytimeWindow(Elapsed(12 * unit))
+    (result,), _ = run(job([(rule, None)], order_type=kind), [rows])
+    expected = TailAverage("12s").scan(xs, numbers)
+    assert result["x0"].to_pylist() == expected.tolist()
+
+
+def test_times_out_of_range():
+    with pytest.raises(ValueError, match="t: expected times within 146 years of 1970"):
+        run(job(RULES["time"]), [table([("a", 10**10, 1.0)])])
+
+
+def test_late_rows_of_a_window_of_time_end_the_query():
+    one = job(RULES["time"], late="error")
+    with pytest.raises(ValueError, match="t: expected at least 5, the latest so far, got 4"):
+        run(one, map(table, [[("a", 5, 1.0)], [("a", 4, 1.0)]]))
+    with pytest.raises(ValueError, match="t: expected a time, got None"):
+        run(one, [table([("a", None, 1.0)])])
 
 
 def test_rows_of_a_batch_may_come_in_any_order():
@@ -198,10 +234,11 @@ def test_standard_deviations_of_each_key_beside_its_averages(method, nan_policy)
         known = of_key["x"].is_valid().to_numpy()
         xs = of_key["x"].drop_null().to_numpy()
         for i, (rule, window) in enumerate(reads):
-            if isinstance(rule, AnyTail):
+            if isinstance(rule, AnyTail) or has_times(rule):
                 average, expected = TailAverage(rule, variance=True), []
-                for x in xs.tolist():
-                    average.update(x)
+                times = of_key["t"].to_numpy()[known] if has_times(rule) else [None] * len(xs)
+                for x, t in zip(xs.tolist(), times, strict=True):
+                    average.update(x, t)
                     expected.append(average.std(window))
             else:
                 expected = np.sqrt(variances(weight_matrix(rule, len(xs)), xs, ddof=1))
@@ -313,17 +350,12 @@ def test_states_leave_as_json_and_come_back(method, std):
     for row in spelled.to_pylist():
         average = TailAverage.from_state_dict(json.loads(row["state"]))
         again = TailAverage(average.rule, variance=std)
-        for x in [
-            x
-            for key, x in zip(batch["key"].to_pylist(), batch["x"].to_pylist(), strict=True)
-            if key == row["key"]
-        ]:
-            again.update(x)
+        for each in batch.to_pylist():
+            if each["key"] == row["key"]:
+                again.update(each["x"], each["t"] if has_times(again.rule) else None)
         if kernel.installed():
             assert average == again
-        window = (
-            {} if method != "windows" or not isinstance(average.rule, AnyTail) else {"window": 0.5}
-        )
+        window = {"window": 0.5} if isinstance(average.rule, AnyTail) else {}
         assert average.value(**window) == pytest.approx(again.value(**window), rel=1e-12)
         assert row["t"] == 197 + int(row["key"][1]) + (1 if row["key"] < "k2" else -2)
     back = dict(

@@ -90,6 +90,44 @@ def test_late_rows_new_keys_and_missing_values(late, spark, tmp_path):
         runs.ran(tail_mean(lines, "loss", late="error", **options), tmp_path)
 
 
+def test_a_window_of_time_in_a_stream_and_in_a_table(spark, tmp_path):
+    start = dt.datetime(2026, 5, 1, tzinfo=dt.UTC)
+    kinds = [("run", pa.string()), ("at", pa.timestamp("us", "UTC")), ("loss", pa.float64())]
+    # 4 is late, and counts as 5; 1 is beyond the watermark, 30, and counts as 31
+    minutes = [[3, 0, 5], [12, 4], [30, 31], [33, 1]]
+    losses = {minute: float(minute**2) for minute in (0, 1, 3, 4, 5, 12, 30, 31, 33)}
+    rows = [
+        [{"run": "a", "at": start + dt.timedelta(minutes=m), "loss": losses[m]} for m in batch]
+        for batch in minutes
+    ]
+    for i, batch in enumerate(rows):
+        put(tmp_path, str(i), batch, pa.schema(kinds))
+    times = [start + dt.timedelta(minutes=m) for m in (0, 3, 5, 5, 12, 30, 31, 31, 33)]
+    xs = [losses[m] for m in (0, 3, 5, 4, 12, 30, 31, 1, 33)]
+    averages = TailAverage("10min").scan(xs, times).tolist()
+
+    lines = runs.stream(spark, tmp_path, "run string, at timestamp, loss double")
+    options = {"by": "run", "order_by": "at"}
+    marked = lines.withWatermark("at", "1 minute")
+    query = runs.ran(tail_mean(marked, "loss", "10min", **options), tmp_path)
+    metrics = [batch["observedMetrics"]["tailavg loss_tail"] for batch in query.recentProgress]
+    assert sum(row["late"] for row in metrics) == 2
+    found = runs.out(spark, tmp_path, "loss", "loss_tail")
+    assert found == sorted(zip(xs, averages, strict=True), key=repr)
+    state = saved_states(spark, str(tmp_path / "checkpoint")).first()["state"]
+    assert TailAverage.from_state_dict(json.loads(state)).value() == averages[-1]
+
+    table = spark.createDataFrame([row for batch in rows for row in batch], lines.schema)
+    averaged = tail_mean(table, "loss", ["10min", dt.timedelta(hours=1)], **options)
+    assert averaged.columns[-2:] == ["loss_tail_600s", "loss_tail_3600s"]
+    minute_order = sorted(losses)
+    times = [start + dt.timedelta(minutes=m) for m in minute_order]
+    xs = [losses[m] for m in minute_order]
+    windows = [TailAverage(window).scan(xs, times).tolist() for window in ("10min", "1h")]
+    found = runs.rows(averaged, "loss", "loss_tail_600s", "loss_tail_3600s")
+    assert found == sorted(zip(xs, *windows, strict=True), key=repr)
+
+
 def test_another_rule_on_an_old_checkpoint_is_refused_and_the_state_goes_elsewhere(spark, tmp_path):
     from pyspark.errors import StreamingQueryException
 
@@ -269,6 +307,11 @@ def test_mistakes_are_told_before_anything_runs(spark, tmp_path):
             {"rule": ExactWindow(2)},
             ValueError,
             "rule: expected a rule that stores no samples, got ExactWindow",
+        ),
+        (
+            {"rule": "10min", "order_by": None},
+            ValueError,
+            "order_by: a window of time needs the column with the time of each row",
         ),
         ({"rule": [0.1, 0.1]}, ValueError, "rule: expected one or more different windows, got"),
         ({"rule": [0.1, 1.5]}, ValueError, "rule: expected an int >= 1"),

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from tailavg.cli.options import Reads
+from tailavg.core.rules import is_timed
 from tailavg.io.state import stream_entry
 from tailavg.numpy import TailAverages
 from tailavg.numpy.arithmetic import Array, Statistic
@@ -40,10 +41,11 @@ class Averages:
         std: bool = False,
     ) -> None:
         self.std = std
-        self._empty = stream_entry(std)
         self.rules = list(dict.fromkeys(rule for rule, _ in reads))
         self._reads = [(self.rules.index(rule), window) for rule, window in reads]
         self._columns, self._every = columns, every
+        self.is_timed = any(map(is_timed, self.rules))
+        self._empty = [stream_entry(std, is_timed(rule)) for rule in self.rules] * columns
         self._scanned = 0  # the rows that `scan` has taken
         self._tables = [
             TailAverages(rule, nan_policy=nan, variance=std)
@@ -58,15 +60,16 @@ class Averages:
         """Return the keys that have samples in any column."""
         return dict.fromkeys(chain.from_iterable(self._tables))
 
-    def step(self, key: str, row: list[float | None]) -> list[float]:
+    def step(self, key: str, row: list[float | None], time: Any = None) -> list[float]:
         """Take a row, and return the averages after it, or [] if `every` does not select it.
 
+        A window of time needs its `time` as a datetime64.
         If the row lacks a number, its average does not change. An average without samples is NaN.
         """
         rules = len(self.rules)
         for i, table in enumerate(self._tables):
             if (number := row[i // rules]) is not None:
-                table.update(key, number)
+                table.update(key, number, time if is_timed(table.rule) else None)
         if self._every > 1 and self._tables[0][key].count % self._every:
             return []
         answer = []
@@ -79,19 +82,21 @@ class Averages:
                     answer.append(table.std(key, window) if known else math.nan)
         return answer
 
-    def scan(self, rows: Array, keys: list[str]) -> tuple[Array, Iterable[bool]]:
+    def scan(
+        self, rows: Array, keys: list[str], times: Array | None = None
+    ) -> tuple[Array, Iterable[bool]]:
         """Take rows. Return averages after the rows that `every` selects, and a mask of these rows.
 
-        Without `--by`, `keys` is empty.
+        Without `--by`, `keys` is empty. A window of time needs the `times` as datetime64s.
         """
         codes: Array | None = None
         names: Any = [""]
         if keys:
             codes, names, _ = part_of(keys, rows[:, 0])
         if self._every == 1:
-            return self._scan(codes, names, rows), repeat(True)
+            return self._scan(codes, names, rows, times), repeat(True)
         answered = self._counts(codes, names, len(rows)) % self._every == 0
-        return self._scan(codes, names, rows)[answered], answered.tolist()
+        return self._scan(codes, names, rows, times)[answered], answered.tolist()
 
     def _counts(self, codes: Array | None, names: Any, rows: int) -> Array:
         """Return for each row how many rows its key has had up to this row."""
@@ -104,7 +109,7 @@ class Averages:
         counts[np.argsort(codes, kind="stable")] = np.arange(1, rows + 1) - starts.repeat(sizes)
         return counts + before[codes]
 
-    def _scan(self, codes: Array | None, names: Any, rows: Array) -> Array:
+    def _scan(self, codes: Array | None, names: Any, rows: Array, times: Array | None) -> Array:
         """Return the averages after each row, in one column for each average.
 
         With `std`, a column of standard deviations follows each column of averages.
@@ -118,11 +123,13 @@ class Averages:
             places = [place for place, read in enumerate(self._reads) if read[0] == rule]
             part: Part = codes, names, np.ascontiguousarray(rows[:, column])
             windows = [self._reads[place][1] for place in places]
+            timed = times if is_timed(table.rule) else None
+            how: Any = {"same_bits": True, "times": timed}
             if self.std:  # in a second scan from the same state
                 before = table.subset(names)
-                (stds,) = before.scan_parts([part], windows, same_bits=True, statistic=_STD)
+                (stds,) = before.scan_parts([part], windows, statistic=_STD, **how)
                 out[:, column, places, 1] = stds.T
-            (averages,) = table.scan_parts([part], windows, same_bits=True)
+            (averages,) = table.scan_parts([part], windows, **how)
             out[:, column, places, 0] = averages.T
         return out.reshape(len(rows), -1)
 
@@ -132,10 +139,8 @@ class Averages:
             yield (
                 key,
                 [
-                    dict(zip(self._empty, table.steps_of(key), strict=True))
-                    if key in table
-                    else self._empty
-                    for table in self._tables
+                    dict(zip(empty, table.steps_of(key), strict=True)) if key in table else empty
+                    for table, empty in zip(self._tables, self._empty, strict=True)
                 ],
             )
 
@@ -143,13 +148,12 @@ class Averages:
         """Add a key from `saved`. An invalid key or state may raise any exception."""
         if not isinstance(key, str) or not isinstance(saved, list):
             raise ValueError(f"expected a key and a list, got {key!r}")
-        names = self._empty.keys()
-        if len(saved) != len(self._tables) or any(entry.keys() != names for entry in saved):
+        if [entry.keys() for entry in saved] != [entry.keys() for entry in self._empty]:
             raise ValueError(f"expected averages of {self._columns} columns, got {len(saved)}")
-        for table, entry in zip(self._tables, saved, strict=True):
+        for table, entry, empty in zip(self._tables, saved, self._empty, strict=True):
             spread = (*entry["variances"], entry["squares"]) if self.std else ()
             for x in (*entry["blocks"], entry["partial"], *spread):
                 if x.__class__ is not float:
                     raise ValueError(f"expected a number, got {x!r}")
-            if entry != self._empty:  # a key may have no samples in a column
-                table.restore([(key, *(entry[name] for name in names))])
+            if entry != empty:  # a key may have no samples in a column
+                table.restore([(key, *(entry[name] for name in empty))])

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import csv
 import io
+from datetime import UTC, datetime
 from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from tailavg.core.elapsed import LONGEST
 
 NUMBER = "%.12g"
 """The format of numbers in the output."""
@@ -32,6 +35,10 @@ Array = npt.NDArray[Any]
 _DELIMITERS = ("\t", ",", ";")  # and `BLANKS`
 _DECIMAL = b"0123456789+-.eE"  # of cells with these bytes, pyarrow reads the same numbers as float
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+MICRO = 10**6
+"""The microseconds in a second."""
+
+_LATEST = LONGEST / 10**9  # seconds
 _CHUNK = 2000  # numbers to format at once: few enough for the cache
 
 
@@ -63,6 +70,7 @@ class BlockReader:
         places: list[int],
         key: int | None,
         delimiter: str = ",",
+        times: bool = False,
     ) -> tuple[Array, list[str]]:
         r"""Return the numbers in some columns of CSV, one row per line, and the cells of the key.
 
@@ -72,6 +80,7 @@ class BlockReader:
             places: The indices of the columns with numbers.
             key: The index of the column with keys, if there is one.
             delimiter: See `split_cells`.
+            times: Whether the first of the columns has times, which `parse_time` reads.
 
         Examples:
             >>> BlockReader().table(b"1,0.5,a\n2,0.25,b\n", width=3, places=[1], key=2)
@@ -81,14 +90,19 @@ class BlockReader:
         wanted = places if key is None else [*places, key]
         columns = self._arrow_columns(block, width, wanted, delimiter)
         if columns is not None:
-            numbers = [_arrow_floats(column) for column in columns[: len(places)]]
+            numbers = [_arrow_floats(column) for column in columns[times : len(places)]]
+            if times:
+                numbers.insert(0, parse_times(_texts(columns[0])))
             return np.stack(numbers, axis=1), [] if key is None else _texts(columns[-1])
         lines = decode(block).split("\n")[:-1]
         rows = (cells for line in lines if len(cells := split_cells(line, delimiter)) == width)
         texts = [cells[place] for cells in rows for place in wanted]
         if len(texts) != len(lines) * len(wanted):
             raise ValueError("expected rows with as many cells as the header")
-        numbers = [_floats(texts[i :: len(wanted)]) for i in range(len(places))]
+        numbers = [
+            (parse_times if times and i == 0 else _floats)(texts[i :: len(wanted)])
+            for i in range(len(places))
+        ]
         return np.stack(numbers, axis=1), [] if key is None else texts[len(places) :: len(wanted)]
 
     def _arrow_columns(
@@ -163,6 +177,51 @@ def parse_number(text: str, expected: str = "a number") -> float:
     except ValueError:
         pass
     raise ValueError(f"expected {expected}")
+
+
+def parse_times(texts: list[str]) -> Array:
+    """Return times as `parse_time` does; raise a ValueError if a text is not a time."""
+    try:
+        seconds = _floats(texts)
+    except ValueError:
+        return np.array([parse_time(text) for text in texts])
+    if not (np.abs(seconds) <= _LATEST).all():
+        raise ValueError("expected times")
+    microseconds: Array = np.rint(seconds * MICRO)
+    return microseconds
+
+
+def datetimes(microseconds: Any) -> Array:
+    """Return times that `parse_time` returned as datetime64s in nanoseconds."""
+    return (np.array(microseconds, np.int64) * 1000).view("datetime64[ns]")
+
+
+def parse_time(text: str) -> float:
+    """Return a time in whole microseconds since 1970: exact for six decimals.
+
+    A number is in seconds. Other texts are in ISO 8601, in UTC unless they have a time zone.
+
+    Examples:
+        >>> parse_time("0.25"), parse_time("1970-01-01T00:00:01Z"), parse_time("1970-01-02")
+        (250000.0, 1000000.0, 86400000000.0)
+    """
+    try:
+        if abs(seconds := parse_number(text)) <= _LATEST:
+            return float(round(seconds * MICRO))
+    except ValueError:
+        try:
+            time = datetime.fromisoformat(text.strip())
+        except ValueError:
+            pass
+        else:
+            time = time if time.tzinfo else time.replace(tzinfo=UTC)
+            since = time - datetime(1970, 1, 1, tzinfo=UTC)
+            if abs(since.total_seconds()) <= _LATEST:
+                return float((since.days * 86400 + since.seconds) * MICRO + since.microseconds)
+    raise ValueError(
+        "expected a time within 146 years of 1970: epoch seconds, or ISO 8601 such as "
+        "2026-05-01T12:30:00Z"
+    )
 
 
 def split_cells(line: str, delimiter: str = ",") -> list[str]:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tailavg.cli.options import Reads
+from tailavg.core.rules import is_timed
 from tailavg.numpy import TailAverage
 from tailavg.numpy.arithmetic import Array
 from tailavg.numpy.average import NanPolicy
@@ -182,11 +183,14 @@ class Track:
         """The row, x, and the values and errors of the averages, at some rows."""
         self._last = math.nan
 
-    def take(self, xs: Array, ys: Array) -> None:
-        """Take samples `ys` and their positions `xs` on the horizontal axis."""
+    def take(self, xs: Array, ys: Array, times: Array | None = None) -> None:
+        """Take samples `ys` and their positions `xs` on the horizontal axis.
+
+        Windows of time need their `times` as datetime64s.
+        """
         if not len(ys):
             return
-        curves = np.vstack([ys, self._scan(xs, ys)])
+        curves = np.vstack([ys, self._scan(xs, ys, times)])
         before, self.count = self.count, self.count + len(ys)
         self._last = float(ys[-1])
         if before < self._after:
@@ -204,13 +208,14 @@ class Track:
             bins = bins.joined(starts)
         self._bins = bins
 
-    def _scan(self, xs: Array, ys: Array) -> Array:
+    def _scan(self, xs: Array, ys: Array, times: Array | None) -> Array:
         """Return the averages after each sample. Note errors at some samples."""
         averages = np.empty((len(self.averages), len(ys)))
         stops = self._stops(len(ys))
         for start, stop in pairwise(sorted({0, *stops, len(ys)})):
             for (average, reading), curve in zip(self.averages, averages, strict=True):
-                curve[start:stop] = average.scan(ys[start:stop], reading)
+                ts = times[start:stop] if times is not None and is_timed(average.rule) else None
+                curve[start:stop] = average.scan(ys[start:stop], reading, ts=ts)
             if stop in stops and self.count + stop > self._after:
                 values = averages[:, stop - 1].tolist()
                 errors = [self._error(*each) for each in self.averages]

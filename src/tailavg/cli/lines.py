@@ -16,6 +16,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
+from itertools import repeat
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -29,6 +30,7 @@ from tailavg.cli.cells import (
     decode,
     guess_delimiter,
     parse_number,
+    parse_time,
     split_cells,
 )
 from tailavg.cli.common import fail
@@ -40,6 +42,9 @@ MANY = 30  # from this many lines on, arrays are faster
 _THOUSANDS = r"\d\d?\d?(?:[,_]\d\d\d)+(?!\d)(?:\.\d+)?"
 _NUMBER = rf"[-+]?(?:{_THOUSANDS}|(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|(?:nan|inf(?:inity)?)\b)"
 _NAMED = rf"(?<![\w./-])['\"]?{{}}['\"]?\s*[=:]\s*['\"]?((?i:{_NUMBER}))"
+# a time after its name: a number, or ISO 8601, in which a space may stand for the T
+_DATE = r"\d\d\d\d-\d\d-\d\d(?:[T ]\d\d:[\d:]+(?:\.\d+)?(?:Z|[-+]\d\d:?\d\d)?)?"
+_NAMED_TIME = _NAMED.replace(_NUMBER, rf"{_DATE}|{_NUMBER}")
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # colours and styles of terminals
 
 NEAREST = 10
@@ -74,6 +79,7 @@ class PlainInput:
     delimiter: str = ","
     """The character between cells, in input and output; "" until it is guessed from the header."""
     has_axis: bool = False  # whether the first column is the horizontal axis of the others
+    has_times: bool = False  # whether the first column, which is then the axis, has times
     sought: str = ""  # what is searched for, in messages; by default, the columns
     names: list[str] = field(default_factory=list)  # the names of all columns, once known
     suffixes: list[str] = field(default_factory=lambda: [""])  # one for each average of a column
@@ -128,7 +134,8 @@ class PlainInput:
         fields: dict[str, Any] = {}
         for name, cell in zip(self.names, row.fields, strict=True):
             fields.setdefault(name, cell)  # the first column, if several have the same name
-        for name, number in zip(self.columns, row.numbers, strict=True):
+        averaged = slice(self.has_times, None)
+        for name, number in zip(self.columns[averaged], row.numbers[averaged], strict=True):
             finite = number is not None and math.isfinite(number)
             fields[name] = number if finite else None  # JSON has no NaN
         return json.dumps(fields, ensure_ascii=False)[:-1]
@@ -162,7 +169,8 @@ class CsvInput(PlainInput):
     def averages(self) -> list[str]:
         """See `PlainInput`."""
         endings = super().averages
-        return [f"{column}_{ending}" for column in self.columns for ending in endings]
+        columns = self.columns[self.has_times :]
+        return [f"{column}_{ending}" for column in columns for ending in endings]
 
     def take_header(self, block: bytes) -> bytes:
         """Return the block without its header, which may be missing when resuming from a state."""
@@ -177,7 +185,7 @@ class CsvInput(PlainInput):
             return rows if names == self.names else block
         numbered = [str(place) for place in range(1, len(names) + 1)]
         no_header = {*wanted} <= {*numbered} and all(
-            _is_number(names[int(name) - 1]) for name in self.columns
+            _is_number(names[int(name) - 1]) for name in self.columns[self.has_times :]
         )
         self.names = numbered if no_header else names
         self.check_names()
@@ -186,7 +194,8 @@ class CsvInput(PlainInput):
     def take(self, block: bytes) -> tuple[Array, list[str]]:
         """See `PlainInput`."""
         width = len(self.names)
-        return self.reader.table(block, width, self._places, self._key_place, self.delimiter)
+        where = self._places, self._key_place, self.delimiter
+        return self.reader.table(block, width, *where, self.has_times)
 
     def parse(self, line: str) -> Row:
         """Parse a line; raise a ValueError that says what is wrong with it."""
@@ -194,12 +203,16 @@ class CsvInput(PlainInput):
         if len(cells) != len(self.names):
             raise ValueError(f"expected {len(self.names)} cells, got {len(cells)}")
         numbers: list[float | None] = [
-            parse_number(cells[place], f"a number in column {name!r}")
+            self._parse(i, cells[place], f"a number in column {name!r}")
             if cells[place].strip()
             else None
-            for place, name in zip(self._places, self.columns, strict=True)
+            for i, (place, name) in enumerate(zip(self._places, self.columns, strict=True))
         ]
         return Row(line, numbers, "" if self._key_place is None else cells[self._key_place], cells)
+
+    def _parse(self, i: int, text: str, expected: str) -> float:
+        """Return the number, or the time, of column i."""
+        return parse_time(text) if self.has_times and i == 0 else parse_number(text, expected)
 
     @cached_property
     def _places(self) -> list[int]:
@@ -235,8 +248,8 @@ class TextInput(CsvInput):
         matches = [pattern.search(line) for pattern in self.patterns]
         cells = [match[1] or "" if match else "" for match in matches]
         numbers = [
-            parse_number(cell, f"a number, got {short(cell)}") if match else None
-            for match, cell in zip(matches, cells, strict=True)
+            self._parse(i, cell, f"a number, got {short(cell)}") if match else None
+            for i, (match, cell) in enumerate(zip(matches, cells, strict=True))
         ]
         return Row(",".join(cells), numbers, "", cells)
 
@@ -289,6 +302,8 @@ class JsonInput(CsvInput):
         numbers: list[float | None] = []
         for name in self.columns:
             number = fields.get(name)
+            if self.has_times and name == self.columns[0]:
+                number = None if number is None else parse_time(str(number))
             if number.__class__ is not float and number is not None:
                 number = _as_float(number, name)
             numbers.append(number)
@@ -345,6 +360,7 @@ class Rows:
         self.empty = Counter[str]()  # lines without a number, by what they lack
         self.first_empty = ""
         self.error = ""  # why reading stopped
+        self.newest: dict[str, float] = {}  # the newest time of each key, if rows have times
 
     def body(self, block: bytes) -> bytes:
         """Return a block without its header, if it has one, and with Unix line ends."""
@@ -365,6 +381,8 @@ class Rows:
             return None
         if self.refuse_nan and np.isnan(numbers).any():
             return None
+        if self.source.has_times and not self._in_order(keys, numbers[:, 0].tolist()):
+            return None
         self.lines += len(numbers)
         self.good += len(numbers)
         return numbers, keys
@@ -382,7 +400,7 @@ class Rows:
                     self.empty[missing] += 1
                     self.first_empty = self.first_empty or f"line {self.lines}: {short(line)}"
                     continue
-                self._check(row.numbers)
+                self._check(row)
                 rows.append(row)
             except ValueError as error:
                 message = f"line {self.lines}: {short(line)}: {error}"
@@ -394,11 +412,24 @@ class Rows:
         self.good += len(rows)
         return rows
 
-    def _check(self, numbers: list[float | None]) -> None:
+    def _check(self, row: Row) -> None:
+        numbers = row.numbers
         if self.need_all and None in numbers:
             raise ValueError("expected a number in each column, because of --every")
         if self.refuse_nan and any(map(math.isnan, filter(None, numbers))):
             raise ValueError("expected no NaN, because of --nan raise")
+        if self.source.has_times and not self._in_order([row.key], [numbers[0] or 0.0]):
+            raise ValueError("expected times that do not go back: sort the rows by time")
+
+    def _in_order(self, keys: list[str], times: list[float]) -> bool:
+        """Note the newest times of keys. Return False, and note nothing, if a time goes back."""
+        newest: dict[str, float] = {}
+        for key, time in zip(keys or repeat(""), times, strict=False):
+            if time < (newest[key] if key in newest else self.newest.get(key, -math.inf)):
+                return False
+            newest[key] = time
+        self.newest |= newest
+        return True
 
     def arrays(self, rows: list[Row]) -> tuple[Array, list[str]]:
         """Return rows as `take` does, with NaN for a missing number."""
@@ -441,10 +472,11 @@ def choose_input(
     regex: str | None = None,
     delimiter: str | None = None,
     axis: str | None = None,
+    times: bool = False,
 ) -> PlainInput:
     """Return the input that the options describe.
 
-    `axis` is the column of the horizontal axis.
+    `axis` is the column of the horizontal axis. With `times`, it has times.
     """
     given = {"--column": columns, "--field": fields, "--match": match, "--regex": regex}
     several = [option for option, value in given.items() if value]
@@ -463,12 +495,16 @@ def choose_input(
         source: PlainInput = TextInput(names, [_pattern(regex)])
         source.sought = f"'{regex}'"
     elif match:
-        source = TextInput(names, [re.compile(_NAMED.format(re.escape(name))) for name in names])
+        patterns = [_NAMED_TIME if times and name == axis else _NAMED for name in names]
+        named = zip(names, patterns, strict=True)
+        source = TextInput(
+            names, [re.compile(each.format(re.escape(name))) for name, each in named]
+        )
     elif columns:
         source = CsvInput(names, by, "" if delimiter is None else _parse_delimiter(delimiter))
     else:
         source = JsonInput(names, by) if fields else PlainInput(names, by)
-    source.has_axis = has_axis
+    source.has_axis, source.has_times = has_axis, times and has_axis
     return source
 
 

@@ -6,9 +6,11 @@ import re
 from collections.abc import Sequence
 from decimal import Decimal
 from enum import StrEnum
+from typing import Any
 
 import typer
 
+from tailavg.core.elapsed import Elapsed
 from tailavg.core.readings import Freshest, Reading
 from tailavg.core.rules import (
     AnytimeWindow,
@@ -24,7 +26,8 @@ WINDOW = typer.Option(
     "--window",
     "-w",
     help="How much to average: 100 is the last hundred; 0.25 or 25% is the last quarter; "
-    "1 is the last one, 1.0 all of them; 10k, 4M and 50B are counts, too.",
+    "1 is the last one, 1.0 all of them; 10k, 4M and 50B are counts, too; in stream and plot, "
+    "10m, 1h30m and 90s are times.",
 )
 DEFAULT_WINDOW = "0.25"
 POWERS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -48,6 +51,10 @@ NAN = typer.Option(
     metavar="POLICY",
     help="What to do with a NaN: propagate (it enters the averages), omit or raise.",
 )
+TIME = typer.Option(
+    help="The column, field or name of the time, for windows such as 10m: epoch seconds or "
+    "ISO 8601; without it, rows have the time of their arrival."
+)
 BY = typer.Option(help="Keep one average for each value of this column or field.")
 SKIP_BAD = typer.Option("--skip-bad", help="Skip rows that cannot be read, and report how many.")
 
@@ -65,8 +72,10 @@ Reads = Sequence[tuple[Rule, Reading | None]]
 """For each window, a rule, and the reading if the rule has no window of its own."""
 
 
-def parse_window(text: str, at_most: int | None = None) -> Window:
+def parse_window(text: str, at_most: int | None = None, times: bool = False) -> Any:
     """Return the window that a text describes: `100` the last hundred, `25%` the last quarter.
+
+    With `times`, it may also be an `Elapsed`: `10m` is ten minutes, since `10M` is ten million.
 
     Examples:
         >>> parse_window("1"), parse_window("1.0")
@@ -75,13 +84,22 @@ def parse_window(text: str, at_most: int | None = None) -> Window:
         (Fixed(k=1000), Fixed(k=1000), Growing(c=0.25, at_most=None))
         >>> parse_window("50B"), parse_window("4.2M")
         (Fixed(k=50000000000), Fixed(k=4200000))
+        >>> parse_window("10M"), parse_window("10m", times=True)
+        (Fixed(k=10000000), Elapsed(period=600.0))
     """
+    window: Any = _period(text)
+    if window is not None and not times:
+        raise typer.BadParameter(
+            f"{text!r} is a window of time, which only stream and plot take; use a count, such as "
+            "10k or 10M (million), or a fraction, such as 0.25"
+        )
     try:
-        window = as_window(_window_number(text))
+        window = window or as_window(_window_number(text))
     except ValueError:
         raise typer.BadParameter(
-            "expected a window: a count from 1 to 2^62, such as 1000, 1_000, 1e3 or 1k, or a "
-            f"fraction up to 1.0, such as 0.25 or 25%; got {text!r}"
+            "expected a window: a count from 1 to 2^62, such as 1000, 1_000, 1e3 or 1k, "
+            f"{'a time such as 10m, ' if times else ''}or a fraction up to 1.0, such as 0.25 or "
+            f"25%; got {text!r}"
         ) from None
     if at_most is None:
         return window
@@ -91,6 +109,14 @@ def parse_window(text: str, at_most: int | None = None) -> Window:
         return Growing(window.c, at_most)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+
+
+def _period(text: str) -> Elapsed | None:
+    """Return the period of a text such as `10m`; None if it is another text."""
+    try:
+        return Elapsed(text) if text.islower() else None  # M is million
+    except ValueError:
+        return None
 
 
 def _window_number(text: str) -> int | float:
@@ -116,8 +142,11 @@ def parse_windows(
     windows: str | None,
     at_most: int | None = None,
     default: str | None = None,
-) -> list[Window]:
+    times: bool = False,
+) -> list[Any]:
     """Return the windows of --window or --windows. Without both options, return `default`.
+
+    With `times`, windows may also be periods of time.
 
     Examples:
         >>> parse_windows(None, "100,25%")
@@ -127,14 +156,14 @@ def parse_windows(
         window = default if window is None else window
         if window is None:
             raise typer.BadParameter("choose a window: --window 0.25, or --windows 0.1,0.25")
-        return [parse_window(window, at_most)]
+        return [parse_window(window, at_most, times)]
     if window is not None:
         raise typer.BadParameter("--windows replaces --window: leave one of them out")
     if at_most is not None:
         raise typer.BadParameter("--at-most goes with --window, not with --windows")
-    parsed: list[Window] = []
+    parsed: list[Any] = []
     for text in windows.split(","):
-        if (number := parse_window(text)) in parsed:
+        if (number := parse_window(text, times=times)) in parsed:
             raise typer.BadParameter(
                 f"--windows: expected each window once, got {text.strip()} twice"
             )
@@ -142,14 +171,27 @@ def parse_windows(
     return parsed
 
 
-def window_name(window: Window) -> str:
+def window_name(window: Window | Elapsed) -> str:
     """Return the shortest text from which `parse_window` makes the window.
 
     Examples:
         >>> window_name(parse_window("0.50")), window_name(parse_window("1"))
         ('0.5', '1')
+        >>> window_name(parse_window("90min", times=True)), window_name(Elapsed(0.25))
+        ('1h30m', '0.25s')
     """
+    if isinstance(window, Elapsed):
+        return _period_name(window.length)
     return str(window.c if isinstance(window, Growing) else window.k)
+
+
+def _period_name(nanoseconds: int) -> str:
+    """Return the text of a period, as in `1h30m`."""
+    name, left = "", nanoseconds
+    for unit, seconds in ("d", 86400), ("h", 3600), ("m", 60):
+        number, left = divmod(left, seconds * 10**9)
+        name += f"{number}{unit}" if number else ""
+    return f"{name}{Decimal(left).scaleb(-9).normalize():f}s" if left else name
 
 
 def parse_reads(windows: list[Window], method: Method, accumulators: int | None) -> Reads:
@@ -175,6 +217,11 @@ def share(windows: list[Window], accumulators: int | None) -> Reads:
 
 def parse_rule(window: Window, method: Method, accumulators: int | None) -> WindowRule:
     """Return the rule that the options describe."""
+    if isinstance(window, Elapsed) and method is Method.exact:
+        raise typer.BadParameter(
+            "--method exact needs a count or a fraction; a window of time goes with anytime and "
+            "exponential"
+        )
     if method is not Method.anytime:
         if accumulators is not None:
             raise typer.BadParameter(f"--accumulators goes with --method anytime, not {method}")

@@ -18,15 +18,17 @@ import typer
 
 from tailavg.cli import options, signals
 from tailavg.cli.blocks import Blocks
+from tailavg.cli.cells import MICRO, datetimes
 from tailavg.cli.charts import Chart, Panel, printable, styled
 from tailavg.cli.common import fail, say
 from tailavg.cli.curves import BandKind, Track
 from tailavg.cli.lines import Block, Rows, choose_input
-from tailavg.cli.options import Method, parse_reads, parse_windows
+from tailavg.cli.options import Method, parse_reads, parse_windows, window_name
 from tailavg.cli.page import page
 from tailavg.cli.pictures import check, draw, write
 from tailavg.cli.records import STEP, has_records, record_lines
 from tailavg.cli.signals import WAITING, Act
+from tailavg.core.elapsed import Elapsed
 from tailavg.core.windows import Growing, Window
 from tailavg.numpy.arithmetic import Array
 from tailavg.numpy.average import NanPolicy
@@ -113,7 +115,10 @@ def plot(
 
     After Ctrl-C, what has arrived is drawn, and the exit code is 130.
     """
-    parsed = parse_windows(window, windows, at_most, options.DEFAULT_WINDOW)
+    parsed = parse_windows(window, windows, at_most, options.DEFAULT_WINDOW, times=True)
+    is_timed = any(isinstance(each, Elapsed) for each in parsed)
+    if is_timed and x is None:
+        raise typer.BadParameter("a window of time needs --x with the time of each row")
     if accumulators is None and method is Method.anytime:
         accumulators = ACCUMULATORS
     reads = parse_reads(parsed, method, accumulators)
@@ -142,11 +147,11 @@ def plot(
     track = partial(
         Track, reads, bins, log_x, band, after, nan="omit" if nan == "omit" else "propagate"
     )
-    curves = Curves(names, titles, raw, track)
+    curves = Curves(names, titles, raw, track, has_times=is_timed)
     counted = STEP if any(logs) else "row" if column or fields or match or regex else "sample"
     chart = Chart(
         title=printable(_title(files or []) if title is None else title),
-        x_name=printable(x or "") or counted,
+        x_name=printable(f"{x}, seconds from the first row" if is_timed else x or "") or counted,
         log_x=log_x,
         log_y=log_y,
     )
@@ -154,7 +159,7 @@ def plot(
     with screen.live() if screen and live else nullcontext():
         for file, is_log, label in zip(inputs, logs, _labels(inputs), strict=True):
             axis = STEP if is_log and x is None else x
-            source = (log_input if is_log else text_input)(axis=axis)
+            source = (log_input if is_log else text_input)(axis=axis, times=is_timed)
             source.suffixes = []  # no average is added to the columns, so no name is refused
             rows = Rows(source, skip_bad, refuse_nan=nan == "raise")
             for block in _read(file, is_log, rows, REDRAWN if live else None):
@@ -182,13 +187,15 @@ def plot(
         raise typer.Exit(128 + number)
 
 
-def window_title(window: Window) -> str:
+def window_title(window: Window | Elapsed) -> str:
     """Return a window in words.
 
     Examples:
         >>> window_title(Growing(0.125, at_most=5000))
         'the last 12.5 %, at most 5,000'
     """
+    if isinstance(window, Elapsed):
+        return f"the last {window_name(window)}"
     if not isinstance(window, Growing):
         return f"the last {window.k:,}"
     most = "" if window.at_most is None else f", at most {window.at_most:,}"
@@ -251,9 +258,16 @@ class Curves:
     """All runs: one for each file and key."""
 
     def __init__(
-        self, names: list[str], windows: list[str], raw: bool, new_track: Callable[[], Track]
+        self,
+        names: list[str],
+        windows: list[str],
+        raw: bool,
+        new_track: Callable[[], Track],
+        has_times: bool = False,
     ) -> None:
         self.names, self._windows, self._raw = names, windows, raw
+        self._has_times = has_times  # whether the axis has times, in microseconds
+        self._first: float | None = None  # the time of the first row
         self._new_track = new_track
         self.runs: dict[tuple[str, str], Run] = {}
 
@@ -279,9 +293,12 @@ class Curves:
     def _extend(self, run: Run, numbers: Array, present: Array, has_axis: bool) -> None:
         xs = numbers[:, 0] if has_axis else run.rows + np.arange(1.0, len(numbers) + 1)
         run.rows += len(numbers)
-        first = int(has_axis)
+        first, times = int(has_axis), None
+        if self._has_times:
+            self._first = float(xs[0]) if self._first is None else self._first
+            times, xs = datetimes(xs), (xs - self._first) / MICRO
         for track, ys, there in zip(run.tracks, numbers.T[first:], present.T[first:], strict=True):
-            track.take(*((xs, ys) if there.all() else (xs[there], ys[there])))
+            track.take(xs[there], ys[there], None if times is None else times[there])
 
     def _run(self, file: str, key: str) -> Run:
         run = self.runs.get((file, key))

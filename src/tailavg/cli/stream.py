@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import os
 import select
+import time as clock
 from collections.abc import Iterable
 from contextlib import ExitStack
 from enum import StrEnum
 from functools import cached_property
-from itertools import chain, compress
+from itertools import chain, compress, repeat
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
@@ -24,13 +25,14 @@ import typer
 from tailavg.cli import options, signals
 from tailavg.cli.averages import Averages
 from tailavg.cli.blocks import Blocks
-from tailavg.cli.cells import Array, csv_line, decode, encode, format_numbers
+from tailavg.cli.cells import Array, csv_line, datetimes, decode, encode, format_numbers
 from tailavg.cli.common import FAILED, fail, say
 from tailavg.cli.lines import PlainInput, Row, Rows, choose_input, has_many_lines
 from tailavg.cli.options import Method, Reads, parse_reads, parse_windows, window_name
 from tailavg.cli.records import has_records, record_lines
 from tailavg.cli.signals import WAITING, Act, Stopped
-from tailavg.core.windows import NEVER, Growing, Window
+from tailavg.core.elapsed import Elapsed
+from tailavg.core.windows import NEVER, Growing
 from tailavg.io.files import InUseError, check_writable, locked, whole_file
 from tailavg.io.state import STREAM, STREAM_VERSION, plain
 from tailavg.numpy.average import NanPolicy
@@ -55,6 +57,7 @@ def stream(
     match: Annotated[list[str] | None, options.MATCH] = None,
     regex: Annotated[str | None, options.REGEX] = None,
     delimiter: Annotated[str | None, options.DELIMITER] = None,
+    time: Annotated[str | None, options.TIME] = None,
     by: Annotated[str | None, options.BY] = None,
     method: Annotated[Method, options.METHOD] = Method.anytime,
     accumulators: Annotated[
@@ -102,11 +105,12 @@ def stream(
     wrong command line; 130 after Ctrl-C, 143 after SIGTERM and 129 after
     SIGHUP, all with the state saved.
     """
-    parsed = parse_windows(window, windows, at_most, options.DEFAULT_WINDOW)
+    parsed = parse_windows(window, windows, at_most, options.DEFAULT_WINDOW, times=True)
+    _check_time(time, parsed, [*(column or ()), *(fields or ()), *(match or ())])
     is_log = has_records(file)
     if is_log:
         column, fields = None, [*(column or ()), *(fields or ())]
-    source = choose_input(column, fields, by, match, regex, delimiter)
+    source = choose_input(column, fields, by, match, regex, delimiter, time, times=True)
     if windows is None:
         reads = parse_reads(parsed, method, accumulators)
     else:
@@ -123,7 +127,7 @@ def stream(
         blocks: Iterable[bytes]
         if is_log:
             signals.act(Act.stop)
-            blocks = [record_lines(file, fields)]
+            blocks = [record_lines(file, fields and source.columns)]
         else:
             blocks = opened = Blocks(file, text=source.kind == "text")  # before any other file
             stack.callback(opened.close)
@@ -138,7 +142,19 @@ def stream(
     _finish(session, failure, state)
 
 
-def _share(windows: list[Window], method: Method, accumulators: int | None) -> Reads:
+def _check_time(time: str | None, windows: list[Any], names: list[str]) -> None:
+    """Fail if --time is of no use, or has no column."""
+    if time is None:
+        return
+    if not any(isinstance(window, Elapsed) for window in windows):
+        raise typer.BadParameter("--time goes with a window of time, such as --window 10m")
+    if not names:
+        raise typer.BadParameter("--time needs --column, --field or --match")
+    if time in names:
+        raise typer.BadParameter(f"--time: expected another column than the averaged, got {time!r}")
+
+
+def _share(windows: list[Any], method: Method, accumulators: int | None) -> Reads:
     """Return the rules and windows of several averages; all fractions share one `AnyTail`."""
     if method is Method.freshest:
         return parse_reads(windows, method, accumulators)
@@ -224,6 +240,12 @@ def _write(data: bytes) -> None:
             select.select([], [1], [])
 
 
+def _newest(average: dict[str, Any]) -> list[int]:
+    """Return the time of the newest sample in the state of an average, if it has a time."""
+    last: Any = average.get("elapsed", {}).get("last", [])
+    return last[-1:] if isinstance(last, list) else [last]
+
+
 class Session(Rows):
     """A run of `tailavg stream`: its averages, and how far it has read the input."""
 
@@ -240,7 +262,9 @@ class Session(Rows):
         super().__init__(source, skip_bad, refuse_nan=nan == "raise", need_all=every > 1)
         self.reads, self.format, self.nan = reads, output_format, nan
         self.headed = False  # whether the header was written, now or before a resume
-        self.averages = Averages(reads, len(source.columns), every, nan, std)
+        columns = len(source.columns) - source.has_times
+        self.averages = Averages(reads, columns, every, nan, std)
+        self._arrived = 0  # the newest time of an arrival in nanoseconds
 
     def answer(self, block: bytes) -> bytes:
         """Take a block of lines, and return the output for it."""
@@ -260,19 +284,38 @@ class Session(Rows):
             and self.format in (Format.plain, self.source.carries)
             and (taken := self.take(block))
         ):
-            averages, answered = self.averages.scan(*taken)
+            averages, answered = self._scan(*taken)
             if self.format is Format.plain:
                 return self._format(compress(taken[1], answered), averages)
             lines = compress(decode(block).split("\n")[:-1], answered)
             return self._format(map(self.source.head, lines), averages)
         rows = self.parse(block)
         if many and rows and not any(None in row.numbers for row in rows):
-            averages, answered = self.averages.scan(*self.arrays(rows))
+            averages, answered = self._scan(*self.arrays(rows))
             return self._format(map(self._head, compress(rows, answered)), averages)
-        step = self.averages.step
-        answers = [(row, now) for row in rows if (now := step(row.key, row.numbers))]
+        step, first = self.averages.step, self.source.has_times
+        times = self._times([row.numbers[0] for row in rows])
+        answers = [
+            (row, now)
+            for row, time in zip(rows, repeat(None) if times is None else times, strict=False)
+            if (now := step(row.key, row.numbers[first:], time))
+        ]
         heads = (self._head(row) for row, _ in answers)
         return self._format(heads, np.array([averages for _, averages in answers]))
+
+    def _scan(self, rows: Array, keys: list[str]) -> tuple[Array, Iterable[bool]]:
+        """Return the averages after rows, and which rows are answered."""
+        first = self.source.has_times
+        return self.averages.scan(rows[:, first:], keys, self._times(rows[:, 0]))
+
+    def _times(self, column: Any) -> Array | None:
+        """Return the times of rows: those of their first column, or of their arrival."""
+        if not self.averages.is_timed:
+            return None
+        if self.source.has_times:
+            return datetimes(column)
+        self._arrived = max(self._arrived, clock.time_ns())  # the clock may be set back
+        return np.full(len(column), self._arrived, "datetime64[ns]")
 
     def _head(self, row: Row) -> str:
         """Return the part of an output line before its averages."""
@@ -314,6 +357,7 @@ class Session(Rows):
             "std": self.averages.std,
             "averages": self.source.averages,
             "nan": self.nan,
+            **({"times": self.source.has_times} if self.averages.is_timed else {}),
         }
 
     @np.errstate(all="ignore")
@@ -353,6 +397,9 @@ class Session(Rows):
         self.headed = bool(saved["headed"])
         for key, averages in map(json.loads, file):
             self.averages.restore(key, averages)
+            if times := list(chain.from_iterable(map(_newest, averages))):
+                self.newest[key] = max(times) / 1000  # microseconds
+                self._arrived = max(self._arrived, *times)
         if len(self.averages) != saved["keys"]:
             raise ValueError(f"expected {saved['keys']} keys, got {len(self.averages)}")
 

@@ -531,10 +531,11 @@ def _as_list(array: npt.NDArray[Any]) -> Any:
     return array.tolist()
 
 
-def stream_entry(std: bool) -> dict[str, Any]:
+def stream_entry(std: bool, timed: bool = False) -> dict[str, Any]:
     """Return the state of an average without samples, as `tailavg stream` saves it."""
+    times: dict[str, Any] = {"elapsed": {}} if timed else {}
     spread: dict[str, Any] = {"variances": [], "squares": 0.0} if std else {}
-    return {"count": 0, "starts": [], "blocks": [], "folded": 0, "partial": 0.0, **spread}
+    return {"count": 0, "starts": [], "blocks": [], "folded": 0, "partial": 0.0, **spread, **times}
 
 
 def _read_stream(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -169,6 +169,8 @@ class Table:
         rows["blocks"], rows["partial"] = self.means[:, :, 0], self.sums[:, 0]
         if self.variance:
             rows["variances"], rows["squares"] = self.variances[:, :, 0], self.squares[:, 0]
+        for name in _TIMES if is_timed(self.rule) else ():
+            rows[name] = getattr(self, name)
         return rows
 
     @classmethod
@@ -182,6 +184,8 @@ class Table:
         if variance:
             table.variances[:, :, 0] = records["variances"]
             table.squares[:, 0] = records["squares"]
+        for name in _TIMES if is_timed(rule) else ():
+            getattr(table, name)[:] = records[name]
         return table
 
     def read(self, row: int, window: Any = None, statistic: Statistic = _AVERAGE) -> float:
@@ -225,12 +229,11 @@ class Table:
         Returns:
             An array of averages for each window. An average without samples is NaN.
         """
-        if codes is None:
-            codes = np.zeros(0 if counted is None else len(xs), np.int64)
         if counted is None or counted.all():
-            sizes = np.bincount(codes, minlength=len(self)) if len(codes) else [len(xs)]
+            sizes = [len(xs)] if codes is None else np.bincount(codes, minlength=len(self))
             bounds = np.concatenate([[0], np.cumsum(sizes)])
             return self.scan(xs[:, None], bounds, windows, kernel, statistic, times)[:, :, 0]
+        codes = np.zeros(len(xs), np.int64) if codes is None else codes
         sizes = np.bincount(codes[counted], minlength=len(self))
         bounds = np.concatenate([[0], np.cumsum(sizes)])
         latest = np.cumsum(counted) - 1  # the last number that was taken, up to each number
@@ -451,7 +454,8 @@ def _check_times(times: Array, last: int | None) -> None:
 def record_type(rule: Rule, variance: bool = False) -> np.dtype[Any]:
     """Return the dtype of a record with the state of an average of numbers.
 
-    The fields are those of `tailavg.io.state`, little-endian. An empty block starts at 0.
+    The fields are those of `tailavg.io.state`, little-endian. An empty block starts at 0. A window
+    of time adds the times in a `Table`.
 
     Examples:
         >>> from tailavg import AnytimeWindow
@@ -467,7 +471,9 @@ def record_type(rule: Rule, variance: bool = False) -> np.dtype[Any]:
         ("partial", "<f8"),
     ]
     spread = [("variances", "<f8", (blocks,)), ("squares", "<f8")]
-    return np.dtype(fields + spread if variance else fields)
+    times = [("firsts", "<i8", (blocks,)), ("lasts", "<i8", (blocks,))]
+    times.append(("decays", "<f8", (3 if isinstance(rule, Exponential) else 0,)))
+    return np.dtype(fields + spread * variance + times * is_timed(rule))
 
 
 @lru_cache(maxsize=64)

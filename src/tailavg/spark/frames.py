@@ -29,15 +29,25 @@ with needs("spark"):
     from pyspark.sql import types as kinds
     from pyspark.sql.streaming.stateful_processor import StatefulProcessor
 
+from tailavg.core.elapsed import Elapsed
 from tailavg.core.rules import (
     AnyTail,
     ExactWindow,
     Rule,
     as_rule,
+    is_timed,
     no_window_error,
     shared_rules,
 )
-from tailavg.core.windows import AnyWindow, Fixed, Window, as_window, short_repr
+from tailavg.core.windows import (
+    AnyWindow,
+    Fixed,
+    Window,
+    as_elapsed,
+    as_window,
+    is_elapsed,
+    short_repr,
+)
 from tailavg.numpy.average import NanPolicy
 from tailavg.spark import job as jobs
 from tailavg.spark.job import COLUMN, KEPT, KEY, LATE, STATE, TIE, Job, Late, Output
@@ -59,7 +69,7 @@ _ORDERED = tuple(type(kinds.StructType().add("", name)[0].dataType) for name in 
 def tail_mean(
     df: DataFrame,
     columns: str | Sequence[str],
-    rule: AnyWindow | Rule | Sequence[AnyWindow],
+    rule: AnyWindow | Elapsed | str | Rule | Sequence[AnyWindow | Elapsed | str],
     *,
     by: str | Sequence[str] = (),
     order_by: str | None = None,
@@ -82,12 +92,14 @@ def tail_mean(
         columns: The names of the columns to average, which must be numeric.
         rule: How many samples to average, and how: a number (an int n for the last n, a float in
             (0, 1] for the last fraction), a window or a rule, as for `TailAverage`. Or several
-            numbers or windows: one `AnyTail` serves all fractions.
+            numbers or windows: one `AnyTail` serves all fractions. `"10min"` or an `Elapsed` is a
+            window of time.
         by: The columns of the key. Without any, all rows share one average.
         order_by: The column that puts the rows of a key in order: numbers, dates or timestamps.
             Spark does not keep rows in order, so a table needs `order_by`. A stream without it
-            takes the rows of a micro-batch as they arrive. Rows with equal keys and equal
-            `order_by` are ordered by a hash of their samples: arbitrary, but reproducible.
+            takes the rows of a micro-batch as they arrive. A window of time needs `order_by`, the
+            time of each row; numbers are seconds. Rows with equal keys and equal `order_by` are
+            ordered by a hash of their samples: arbitrary, but reproducible.
         std: Whether to add the standard deviations of the averaged samples too, in columns such as
             `loss_tail_std`. Like Spark's `stddev`, they are unbiased (`ddof=1`, see
             `TailAverage.variance`), and null while the window has one sample.
@@ -96,7 +108,8 @@ def tail_mean(
         late: How to treat late rows. A row is late if its `order_by` is null, or less than the
             latest of its key in earlier micro-batches. `"include"` averages it as the next row,
             `"drop"` drops it, `"error"` ends the query. The query's progress has the number of late
-            rows in `observedMetrics`, under `"tailavg loss_tail"`.
+            rows in `observedMetrics`, under `"tailavg loss_tail"`. A window of time gives a late
+            row the latest time of its key, and drops a row without a time before the first time.
         nan_policy: How to treat nulls and NaNs in `columns`. `"omit"` skips them: the row is not
             counted and repeats the previous average, or is null if there is none yet.
             `"propagate"`: an average is NaN while its window has a null or NaN. `"raise"` ends the
@@ -123,6 +136,8 @@ def tail_mean(
     endings = [f"{suffix}{kind}" for suffix in suffixes for kind in ("", "_std")[: 1 + std]]
     names = [f"{column}_tail{ending}" for column in columns for ending in endings]
     _check_columns(df.schema, columns, by, order_by, names)
+    if order_by is None and any(is_timed(rule) for rule, _ in reads):
+        raise ValueError("order_by: a window of time needs the column with the time of each row")
     if not by:
         df, by = df.withColumn(KEY, sql.lit("")), (KEY,)
     job = Job(
@@ -196,7 +211,10 @@ def _names(names: str | Sequence[str], option: str) -> tuple[str, ...]:
 def _reads(rule: Any) -> tuple[list[tuple[Rule, Window | None]], list[str]]:
     """Return the averages of a column: each one's rule and window to read, and name suffix."""
     if isinstance(rule, list | tuple):
-        windows = [as_window(window, "rule") for window in rule]
+        windows: list[Any] = [
+            window if is_elapsed(window) else as_window(window, "rule")
+            for window in map(as_elapsed, rule)
+        ]
         if not windows or len(set(windows)) < len(windows):
             raise ValueError(f"rule: expected one or more different windows, got {rule!r}")
         return shared_rules(windows), [f"_{_text(window)}" for window in windows]
@@ -210,8 +228,10 @@ def _reads(rule: Any) -> tuple[list[tuple[Rule, Window | None]], list[str]]:
     return [(rule, None)], [""]
 
 
-def _text(window: Window) -> str:
+def _text(window: Window | Elapsed) -> str:
     """Return a window for the name of a column, without dots, which need quotes in SQL."""
+    if isinstance(window, Elapsed):
+        return f"{window.period:.9g}s".replace(".", "_").replace("-", "_")
     if isinstance(window, Fixed):
         return str(window.k)
     most = "" if window.at_most is None else f"_{window.at_most}"
@@ -258,9 +278,9 @@ def _initial(job: Job, states: DataFrame, schema: Any) -> DataFrame:
     """Return initial states, with the columns of the key in the types of the data."""
     if job.by == (KEY,):
         states = states.withColumn(KEY, sql.lit(""))
-    if job.order_by is not None and job.order_by not in states.columns:
+    if job.order_by is not None and job.order_by not in states.columns and not job.is_timed:
         states = states.withColumn(job.order_by, sql.lit(None))
-    for name in (*job.by, "column", "state"):
+    for name in (*job.key_and_order, "column", "state"):
         if name not in states.columns:
             raise ValueError(
                 f"initial_state: expected a column {name!r}, as in saved_states, got "

@@ -21,7 +21,8 @@ with needs("spark"):
     import pyarrow as pa
     import pyarrow.compute as pc
 
-from tailavg.core.rules import Rule
+from tailavg.core.elapsed import LONGEST, SECOND
+from tailavg.core.rules import Rule, is_timed
 from tailavg.core.windows import Window, short_repr
 from tailavg.io import state as layout
 from tailavg.numpy import TailAverage
@@ -62,6 +63,9 @@ ORDERS = {
 }
 """The types that rows can be ordered by: their names in Spark, and the types in Arrow."""
 
+NANOSECONDS = {"date": 86400 * SECOND, "timestamp": 1000, "timestamp_ntz": 1000}
+"""The nanoseconds in one of these orders, if it is a time. Numbers are in seconds."""
+
 Load = Callable[[list[Any]], list[Any]]
 """A function that takes keys and returns the state of each, as bytes, or None if it is new."""
 
@@ -96,6 +100,11 @@ class Job:
     def statistics(self) -> tuple[Statistic, ...]:
         """What is read from each average: the mean, and perhaps the standard deviation."""
         return (Statistic(), Statistic.named("std", 1)) if self.std else (Statistic(),)
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether a window is a period of time; `order_by` is then the time of each row."""
+        return any(map(is_timed, self.rules))
 
     # The description of the job in a checkpoint.
 
@@ -248,24 +257,30 @@ class Job:
         records = self._records(load(keys))
         xs = [_floats(rows[column]) for column in self.columns]
         late, ranks = np.zeros(len(codes), bool), tuple[Array, ...]()
+        kept, times = np.ones(len(codes), bool), None
         if self.order_by is not None:
             known, numbers = _ranks(rows[self.order_by])
             ranks = known, numbers, rows[TIE].to_numpy()
             rows = rows.drop_columns([TIE])
             last = records[codes]
             late = last["ordered"] & (~known | (numbers < last["order"]))
+            if self.is_timed:  # late rows arrive at the newest time of their key
+                times = self._times(np.where(late, last["order"], numbers))
+                kept = known | last["ordered"]
+                late |= ~kept
             if self.late == "error" and late.any():
                 raise self._late_row(rows, codes, late, records)
         order = np.lexsort((*ranks[::-1], codes))
         rows, codes, late = rows.take(pa.array(order)), codes[order], late[order]
-        kept = ~late if self.late == "drop" else np.ones(len(codes), bool)
+        kept = ~late if self.late == "drop" else kept[order]
+        times = None if times is None else times[order]
         ends = np.cumsum(np.bincount(codes, minlength=len(keys))) - 1
         tables = self._tables(records)
         rows_of_tables = codes if kept.all() else np.where(kept, codes, -1)
         averages = [
             average
             for column, x in zip(self.columns, xs, strict=True)
-            for average in self._scan(tables, column, x[order], rows_of_tables)
+            for average in self._scan(tables, column, x[order], rows_of_tables, times)
         ]
         if self.order_by is not None:
             newest, known = numbers[order][ends], known[order][ends]
@@ -282,8 +297,16 @@ class Job:
             rows = rows.append_column(name, column)
         return rows, zip(keys, self._to_bytes(records, tables), strict=True)
 
+    def _times(self, orders: Array) -> Array:
+        """Return orders as times in nanoseconds."""
+        unit = NANOSECONDS.get(str(self.order_type), SECOND)
+        if ((orders > LONGEST / unit) | (orders < -LONGEST / unit)).any():
+            raise ValueError(f"{self.order_by}: expected times within 146 years of 1970")
+        times: Array = orders * unit
+        return np.rint(times).astype(np.int64) if times.dtype.kind == "f" else times
+
     def _scan(
-        self, tables: dict[Any, Table], column: str, x: Array, codes: Array
+        self, tables: dict[Any, Table], column: str, x: Array, codes: Array, times: Array | None
     ) -> list[pa.Array]:
         """Return the statistics of one column after each row, for each window."""
         out = dict[Any, Array]()
@@ -292,7 +315,7 @@ class Job:
             windows, before = [window for _, window in reads], tables[column, rule]
             for statistic in self.statistics:  # each scan takes the same rows
                 table = tables[column, rule] = before.take(np.arange(len(before)))
-                how = windows, self.nan_policy, statistic
+                how = windows, self.nan_policy, statistic, times if is_timed(rule) else None
                 results = scan_groups(table, codes, x, *how, name=column)
                 out |= zip(((*read, statistic) for read in reads), results, strict=True)
         # if NaNs are omitted, a result that is NaN has too few samples yet
@@ -307,8 +330,9 @@ class Job:
         row = int(late.argmax())
         key = {name: rows[name][row].as_py() for name in self.by if name != KEY}
         last = self._orders(records[codes[row : row + 1]])[0].as_py()
+        expected = "a time" if last is None else f"at least {last}, the latest so far"
         return ValueError(
-            f"{self.order_by}: expected at least {last}, the latest so far, got "
+            f"{self.order_by}: expected {expected}, got "
             f"{rows[self.order_by][row].as_py()} in a row of {key} ({int(late.sum())} rows are "
             "late); pass late='include' or late='drop' to accept late rows"
         )
