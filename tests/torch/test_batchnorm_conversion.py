@@ -109,6 +109,14 @@ def test_a_bad_rule_is_refused_and_nothing_converted(bad):
     assert type(model.norm) is nn.BatchNorm2d
 
 
+@pytest.mark.parametrize("rule", ["10min", Exponential("10min")], ids=str)
+def test_a_window_of_time_is_refused_and_nothing_converted(rule):
+    model = net()
+    with pytest.raises(TypeError, match=r"a window of time works in|a model have none"):
+        convert_tail_batchnorm(model, rule)
+    assert str(model) == str(net())
+
+
 @pytest.mark.parametrize("rule", [AnyTail(), AnytimeWindow(0.25), ExactWindow(9)], ids=str)
 def test_a_rule_other_than_an_exponential_is_refused_and_nothing_converted(rule):
     model = net()

@@ -182,7 +182,7 @@ def samples_since(
 
     Examples:
         >>> samples_since(35, [6, 2], [0, 60], [50, 70])
-        4.0
+        3.5
     """
     k = 0.0
     for size, first, last in zip(reversed(sizes), reversed(firsts), reversed(lasts), strict=True):
