@@ -230,7 +230,7 @@ def test_a_block_of_time_closes_after_its_share_of_the_period():
 
 
 ELAPSED = [Elapsed(5), "10min", timedelta(minutes=10), np.timedelta64(10, "m")]
-REFUSED = "expected a number of samples or a fraction, got .*; a window of time works in"
+REFUSED = "expected an int >= 1 .*, got .*; a window of time works in"
 
 
 @pytest.mark.parametrize("window", ELAPSED, ids=repr)

@@ -426,8 +426,8 @@ def window_of(rule: Rule, window: Reading | None, t: int) -> Window | ByAge:
         return rule.window(window, t)
     if window is not None:
         raise ValueError(
-            f"window: {rule} has its own window, got {short_repr(window)}; average with AnyTail() to choose "
-            "the window when you read"
+            f"window: {rule} has its own window, got {short_repr(window)}; average with AnyTail() "
+            "to choose the window when you read"
         )
     return rule.window
 

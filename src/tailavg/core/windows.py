@@ -255,12 +255,12 @@ def as_window(window: AnyWindow, name: str = "window") -> Window:
     """
     if isinstance(window, Fixed | Growing):
         return window
+    expected = "expected an int >= 1 (a number of samples) or a float in (0, 1] (a fraction)"
     if isinstance(window, Elapsed | str | timedelta | np.timedelta64):
         raise TypeError(
-            f"{name}: expected a number of samples or a fraction, got {window!r}; a window of time "
+            f"{name}: {expected}, got {short_repr(window)}; a window of time "
             "works in TailAverage and TailAverages, with AnytimeWindow or Exponential"
         )
-    expected = "expected an int >= 1 (a number of samples) or a float in (0, 1] (a fraction)"
     if isinstance(window, bool | np.bool_) or not isinstance(window, Real):
         raise TypeError(f"{name}: {expected}, got {window!r} of type {type(window).__name__}")
     if isinstance(window, Integral) and window >= 1:
