@@ -164,7 +164,7 @@ def test_a_regular_stream_is_one_of_k_samples(rule, k, way):
     stream=st.sampled_from(sorted(STREAMS)),
     cuts=st.lists(st.integers(1, STEPS - 1), max_size=5, unique=True).map(sorted),
     methods=st.lists(st.sampled_from(["update", "update_many", "scan"]), min_size=6, max_size=6),
-    way=st.sampled_from(["numpy", "plain", "compiled"]),
+    way=st.sampled_from(["numpy", "plain", *(["compiled"] if kernel.installed() else [])]),
 )
 def test_in_any_chunks_by_any_method(rule, stream, cuts, methods, way):
     xs, times = FLOAT.draw(STEPS), STREAMS[stream]

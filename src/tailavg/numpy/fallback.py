@@ -7,12 +7,19 @@ are part of, is changed in place. Without `variance=True`, these two are empty.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from tailavg.core.clock import BlockClock, DecayClock, ElapsedClock, SampleClock, factors
+from tailavg.core.clock import (
+    BlockClock,
+    DecayClock,
+    ElapsedClock,
+    SampleClock,
+    factors,
+)
 from tailavg.core.elapsed import Counted
 from tailavg.core.equation import weights
 from tailavg.core.readings import ByAge
@@ -208,11 +215,13 @@ def scan_decaying(
     xs: Array,
     out: Array | None,
     statistic: Statistic,
+    dtype: np.dtype[Any],
 ) -> tuple[Array, Array]:
     """Scan an exponential average that begins with `mean`. Return the last average.
 
     Samples are summed with factors, as in `DecayClock`, in chunks as long as float64 allows. The
-    result also has the last variance, or an empty array if `variance` is empty.
+    result also has the last variance, or an empty array if `variance` is empty. The accumulators
+    have the `dtype`.
     """
     rule, t, done = clock.rule, clock.count, 0
     chunk = max(1, CHUNK // max(1, xs.shape[1]))
@@ -235,10 +244,12 @@ def scan_decaying(
                 averages = scale[-1:] * (start + factor.T @ x)
             if len(variance):
                 shift = mean if t + done else x[0].astype(mean.dtype)
-                squares = np.cumsum(factor * (x - shift) ** 2, axis=0)
-                squares = scale * ((decay * variance if decay else 0.0) + squares)
+                # with half of the scale in each factor, squares overflow or vanish last
+                half = math.sqrt(_SMALLEST)
+                squares = scale / half * np.cumsum(factor * half * (x - shift) ** 2, axis=0)
+                squares += scale * (decay * variance if decay else 0.0)
                 squares = squares[-len(averages) :]
-                variances = centred(averages - shift, squares, shift, xs.dtype)
+                variances = centred(averages - shift, squares, shift, dtype)
         if out is not None and statistic.of == MEAN:
             out[done : done + n] = averages
         elif out is not None:

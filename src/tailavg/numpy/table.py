@@ -417,7 +417,7 @@ class Table:
                 variance = spread(clock.terms(), *moments)
             averages = out[span] if len(out) else None
             mean, variance = fallback.scan_decaying(
-                clock, mean, variance, xs[span], averages, statistic
+                clock, mean, variance, xs[span], averages, statistic, self.means.dtype
             )
             if self.variance:
                 self.variances[row, 0], self.squares[row] = variance, 0.0
