@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tailavg.core.rules import Exponential
-from tailavg.core.windows import AnyWindow
+from tailavg.core.windows import AnyWindow, as_window
 
 __all__ = ["growing_avg_fn", "growing_multi_avg_fn"]
 
@@ -54,7 +54,7 @@ def growing_multi_avg_fn(window: AnyWindow) -> Callable[[Tensors, Tensors, Tenso
         >>> averaged = AveragedModel(model, multi_avg_fn=growing_multi_avg_fn(0.25))
         >>> averaged.update_parameters(model)
     """
-    return GrowingMultiAvgFn(Exponential(window))
+    return GrowingMultiAvgFn(Exponential(as_window(window)))
 
 
 def growing_avg_fn(window: AnyWindow) -> Callable[[Tensor, Tensor, Tensor | int], Tensor]:
@@ -65,7 +65,7 @@ def growing_avg_fn(window: AnyWindow) -> Callable[[Tensor, Tensor, Tensor | int]
         >>> average(torch.tensor([1.0]), torch.tensor([5.0]), 3)
         tensor([2.])
     """
-    return GrowingAvgFn(Exponential(window))
+    return GrowingAvgFn(Exponential(as_window(window)))
 
 
 def _is_averaged(tensor: Tensor) -> bool:
