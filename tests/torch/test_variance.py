@@ -350,6 +350,7 @@ def test_it_doubles_the_memory(rule):
     assert held[1] == 2 * held[0]
 
 
+@exhaustive("holds 0.8 GB")
 def test_an_update_makes_no_large_temporary():
     """Through a fold and a turn, of a tensor whose accumulator is larger than 64 MiB."""
     weight = torch.ones(8501, 2000, dtype=torch.bfloat16)
